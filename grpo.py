@@ -1,37 +1,36 @@
 """
 grpo.py: GRPO for GLM-Image, in one file.
 
-GLM-Image draws in two halves: a 9 B autoregressive transformer (AR) writes visual tokens one after another, and
-a 7 B diffusion transformer (DiT) paints them. The AR half learns here, by trial and error, what to write:
+GLM-Image draws in two halves: a 9 B autoregressive transformer (AR) writes visual tokens, and a 7 B diffusion
+transformer (DiT) paints them. Here the AR half learns, by trial and error, what to write:
 
     prompt ---> AR ---- tokens ---> DiT + VAE ---> image ---> reward ---> advantage
               trained                frozen              any function    z-score in the group
                  ^                                                            |
                  +--------------- update: a clipped policy gradient <---------+
 
-One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRPOTrainer.train`:
-  1. the AR half (the policy) writes G token sequences (the actions) for each of P prompts: P groups
+One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRPOTrainer`:
+  1. the AR half, the policy, writes G token sequences, its actions, for each of P prompts: P groups
   2. the frozen DiT paints them, all images of a group from the same noise
   3. any function scores the images; no gradient passes through it
-  4. advantage: how much better than its own group, (reward - mean) / std. The mean of the group is the baseline
-     that other methods train a value network for
+  4. advantage: how much better than its own group, (reward - mean) / std. The mean of the group is the
+     baseline for which other methods train a value network
   5. make the tokens of better images likelier and those of worse ones less likely, clipped as in PPO
   6. log, keep pictures and a checkpoint
 
 Left out on purpose: padding, end-of-sequence logic and loss masks (the image size alone sets the number of
-tokens); a second copy of the model as reference (ours is the policy with its adapters off); training the DiT;
-guidance for the AR half (the model is used without); image-to-image.
+tokens); a second model as reference (it is the policy with its adapters off); a value network; training the
+DiT; guidance for the AR half (the model is used without); image-to-image.
 
     python grpo.py --group-size 4                          # no GPU: a toy GLM-Image learns colours in a minute
     python grpo.py --model zai-org/GLM-Image --size 512    # the real one, on a large GPU
     python grpo.py --resume runs/20260131-120000           # go on with a run, bit for bit
 
-Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .. everywhere, B some of
-      them, L prompt tokens (padded on the left), T image tokens, V codes in the codebook, D width of the model.
+Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., B some of them,
+      L prompt tokens (padded on the left), T image tokens, V codes in the codebook, D width of a model.
 """
-import argparse, io, json, math, os, re, random, shutil, sys, time
+import argparse, io, json, math, os, re, shutil, sys, time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +46,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The maths: pure functions of tensors
 
 def compute_advantages(rewards, group_size, scale="group"):
@@ -56,27 +55,27 @@ def compute_advantages(rewards, group_size, scale="group"):
         A_i = (r_i - mean of its group) / (std + 1e-6)
 
     std, unbiased, of the "group" (GRPO, arXiv 2402.03300) or of the whole "batch"; "none" does not divide
-    (Dr. GRPO, 2503.20783). A group of equal rewards gets exact zeros: it has nothing to teach. Raises ValueError.
+    (Dr. GRPO, 2503.20783). A group of equal rewards gets exact zeros: it has nothing to teach. ValueError.
     """
-    rewards = torch.as_tensor(rewards, dtype=torch.float32)                             # [N]
+    rewards = torch.as_tensor(rewards, dtype=torch.float32)                         # [N]
     if group_size < 2:
         raise ValueError(f"group_size is {group_size}, but comparing inside a group takes at least 2 samples")
     if len(rewards) % group_size:
         raise ValueError(f"{len(rewards)} rewards do not divide into groups of {group_size}")
     if not rewards.isfinite().all():
         raise ValueError(f"a reward is not a finite number: {rewards.tolist()}")
-    grouped = rewards.view(-1, group_size)                                              # [P, G]
+    grouped = rewards.view(-1, group_size)                                          # [P, G]
     # Equal rewards can miss their own mean by a rounding error, which their tiny std would then blow up.
     # Measured from the first one of the group they are exact zeros.
     grouped = grouped - grouped[:, :1]
     stds = {"group": grouped.std(1, keepdim=True) + 1e-6, "batch": rewards.std() + 1e-6, "none": 1.0}
     if scale not in stds:
         raise ValueError(f"scale is {scale!r}, but must be one of {', '.join(stds)}")
-    return ((grouped - grouped.mean(1, keepdim=True)) / stds[scale]).flatten()          # [N]
+    return ((grouped - grouped.mean(1, keepdim=True)) / stds[scale]).flatten()      # [N]
 
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, clip_range_high=None,
                       ref_logprobs=None, kl_coef=0.0, importance="token"):
-    """PPO's clipped surrogate plus a penalty for leaving the reference -> (loss, metrics as plain floats).
+    """PPO's clipped surrogate plus a price for leaving the reference -> (loss, metrics as plain floats).
 
         ratio = exp(new - old)
         loss  = -mean(min(ratio * A, clip(ratio, 1 - clip_range, 1 + clip_range_high) * A)) + kl_coef * mean(k3)
@@ -89,21 +88,21 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert and
     the loss is minus the mean advantage, 0. Its gradient is not: it is that of -mean(A * new), REINFORCE.
     """
-    new, old = new_logprobs.float(), old_logprobs.detach().float()                      # [N] or [N, T]
-    A = advantages.detach().float().view(-1, *[1] * (new.ndim - 1))                     # [N] or [N, 1]
+    new, old = new_logprobs.float(), old_logprobs.detach().float()                  # [N] or [N, T]
+    A = advantages.detach().float().view(-1, *[1] * (new.ndim - 1))                 # [N] or [N, 1]
     log_ratio = new - old
     if importance == "sequence" and new.ndim == 2:
-        log_ratio = log_ratio.mean(1, keepdim=True)                                     # [N, 1]
+        log_ratio = log_ratio.mean(1, keepdim=True)                                 # [N, 1]
     ratio = log_ratio.exp()
     low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
     policy_loss = -torch.min(ratio * A, ratio.clamp(low, high) * A).mean()
     kl = torch.zeros_like(policy_loss)
     if ref_logprobs is not None:
         # expm1 keeps small values exact; the clamp keeps one far-off token from overflowing the whole batch
-        delta = (ref_logprobs.detach().float() - new).clamp(max=20)                     # [N] or [N, T]
+        delta = (ref_logprobs.detach().float() - new).clamp(max=20)                 # [N] or [N, T]
         kl = (torch.expm1(delta) - delta).mean()
     loss = policy_loss + kl_coef * kl
-    clipped = ((ratio < low) & (A < 0)) | ((ratio > high) & (A > 0))      # where the clip stops the gradient
+    clipped = ((ratio < low) & (A < 0)) | ((ratio > high) & (A > 0))    # where the clip stops the gradient
     values = torch.stack([loss, policy_loss, kl, ratio.mean(), ratio.max(), clipped.float().mean()]).tolist()
     return loss, dict(zip(("loss", "policy_loss", "kl", "ratio_mean", "ratio_max", "clip_frac"), values))
 
@@ -124,7 +123,7 @@ def tensor_to_pil(tensor):
     array = (tensor.float().clamp(0, 1) * 255).round().byte().movedim(1, -1).cpu().numpy()
     return [Image.fromarray(image) for image in array]
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Rewards: fn(images: list[PIL.Image], prompts: list[str], targets: list[PIL.Image or None]) -> N floats, higher
 # is better. Nothing is differentiated, so any function will do: write one and name it in REWARDS.
 
@@ -135,7 +134,7 @@ def reward_color(images, prompts, targets=None):
     """1 - |mean colour of the image - first colour word of the prompt|, averaged over r, g, b: 0..1.
     A prompt without a colour word gets 0 for every sample: a group of equal rewards, which teaches nothing."""
     words = [next((w for w in re.findall("[a-z]+", p.lower()) if w in COLORS), None) for p in prompts]
-    means = [pil_to_tensor([image]).mean((0, 2, 3)) for image in images]                # N of [3]
+    means = [pil_to_tensor([image]).mean((0, 2, 3)) for image in images]            # N of [3]
     return [1 - (m - torch.tensor(COLORS[w])).abs().mean().item() if w else 0. for m, w in zip(means, words)]
 
 def reward_jpeg(images, prompts, targets=None):
@@ -147,27 +146,24 @@ def reward_jpeg(images, prompts, targets=None):
 
 def reward_mse(images, prompts, targets):
     """Minus the mean squared error to the prompt's target image, resized to fit (bicubic)."""
-    pairs = [pil_to_tensor([i, t.resize(i.size, Image.BICUBIC)]) for i, t in zip(images, targets)]   # [2, 3, H, W]
-    return [-F.mse_loss(image, target).item() for image, target in pairs]
+    pairs = [pil_to_tensor([i, t.resize(i.size, Image.BICUBIC)]) for i, t in zip(images, targets)]
+    return [-F.mse_loss(image, target).item() for image, target in pairs]           # each [3, H, W]
 
 REWARDS = {"color": reward_color, "jpeg": reward_jpeg, "mse": reward_mse}
 
 def compute_rewards(images, prompts, targets, weights):
-    """weights {name: weight} -> the weighted sum [N], and the components {name: [N]} as their functions gave them."""
-    components = {name: torch.as_tensor(REWARDS[name](images, prompts, targets)) for name in weights}
-    for name, values in components.items():
-        if values.shape != (len(images),):
-            raise ValueError(f"reward {name} returned shape {list(values.shape)} for {len(images)} images")
-    return sum(weights[name] * values.float() for name, values in components.items()), components
+    """{name: weight} -> the weighted sum [N], and the components {name: [N]} as their functions gave them."""
+    components = {k: torch.as_tensor(REWARDS[k](images, prompts, targets)).float() for k in weights}
+    return sum(weights[k] * values for k, values in components.items()), components
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # LoRA (arXiv 2106.09685): the weights that are trained
 
 # Attention and MLP of the AR language model. The vision tower has layers of the same names: not those.
 LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)"
 
 class LoRA(nn.ParameterDict):
-    """W x becomes W x + alpha / rank * B A x, with W frozen and B = 0 at first, so that at first nothing changes.
+    """W x becomes W x + alpha / rank * B A x, W frozen and B = 0 at first, so that at first nothing changes.
 
     Forward hooks add the low-rank part; the base model itself stays as it was. The parameters are fp32,
     A [rank, in] and B [out, rank]: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight.
@@ -178,8 +174,8 @@ class LoRA(nn.ParameterDict):
         self.rank, self.alpha, self.enabled = rank, alpha, True
         for name, linear in list(model.named_modules()):
             if re.fullmatch(LORA_TARGETS, name):
-                key, device = name.replace(".", "/"), linear.weight.device      # torch allows no dot in a name
-                A = torch.empty(rank, linear.in_features, device=device)                # [rank, in]
+                key, device = name.replace(".", "/"), linear.weight.device      # no dots in a parameter's name
+                A = torch.empty(rank, linear.in_features, device=device)            # [rank, in]
                 self[key + "/lora_A/weight"] = nn.Parameter(nn.init.kaiming_uniform_(A, a=math.sqrt(5)))
                 self[key + "/lora_B/weight"] = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
                 linear.register_forward_hook(partial(self.add_low_rank, key))
@@ -187,7 +183,7 @@ class LoRA(nn.ParameterDict):
     def add_low_rank(self, key, linear, inputs, output):
         if not self.enabled:
             return output
-        A, B = self[key + "/lora_A/weight"].to(output.dtype), self[key + "/lora_B/weight"].to(output.dtype)
+        A, B = (self[f"{key}/lora_{x}/weight"].to(output.dtype) for x in "AB")
         return output + self.alpha / self.rank * F.linear(F.linear(inputs[0], A), B)
 
     @contextmanager
@@ -204,18 +200,18 @@ class LoRA(nn.ParameterDict):
         os.makedirs(folder, exist_ok=True)
         weights = {"base_model.model." + k.replace("/", "."): v.detach().cpu() for k, v in self.items()}
         save_file(weights, f"{folder}/adapter_model.safetensors")
-        Path(folder, "adapter_config.json").write_text(json.dumps({
-            "peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "target_modules": LORA_TARGETS,
-            "base_model_name_or_path": base_model, "bias": "none", "inference_mode": True}, indent=2))
+        config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "target_modules": LORA_TARGETS,
+                  "base_model_name_or_path": base_model, "bias": "none", "inference_mode": True}
+        Path(folder, "adapter_config.json").write_text(json.dumps(config, indent=2))
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # GLM-Image: prompt -> tokens -> image, with the log-probs GRPO needs
 
 def build_position_ids(attention_mask, grids):
-    """Positions (t, h, w) of the prompt and of the image tokens: mask [B, L], grids of T cells -> [3, B, L + T].
+    """Positions (t, h, w) of prompt and image tokens: mask [B, L], grids of T cells in all -> [3, B, L + T].
 
     Text counts up in all three. A grid holds t still and counts its rows in h and its columns in w; what follows
-    it starts max(h, w) further on. One padding and three prompt tokens, a draft of 1 x 2, a large grid of 2 x 2:
+    starts max(h, w) further on. One padding and three prompt tokens, a draft of 1 x 2, a large grid of 2 x 2:
 
               pad  prompt    draft   large
          t:    1   0  1  2   3  3    5  5  5  5
@@ -225,26 +221,17 @@ def build_position_ids(attention_mask, grids):
     The trap: `transformers` knows them in `generate` only. Leave them out of a plain forward pass and the model
     reads the image as a line of text, without any error, and every log-prob is wrong.
     """
-    text = (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, 1)           # [B, L]
-    parts, start = [text.expand(3, -1, -1)], attention_mask.sum(1)[None, :, None]       # start [1, B, 1]
+    text = (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, 1)       # [B, L]
+    parts, start = [text.expand(3, -1, -1)], attention_mask.sum(1)[:, None]         # start [B, 1]
     for h, w in grids:
-        rows, columns = torch.arange(h).repeat_interleave(w), torch.arange(w).repeat(h) # [h * w] each
-        cells = torch.stack([torch.zeros_like(rows), rows, columns])[:, None]           # [3, 1, h * w]
-        parts.append(start + cells.to(start.device))                                    # [3, B, h * w]
+        cells = torch.cartesian_prod(torch.arange(1), torch.arange(h), torch.arange(w))      # [h * w, 3]
+        parts.append(start + cells.T[:, None].to(start.device))              # [3, B, h * w]
         start = start + max(h, w)
     return torch.cat(parts, dim=2)
 
-@dataclass
-class Rollout:
-    prompts: list               # N strings
-    tokens: torch.Tensor        # [N, T] the actions: codes of the draft, then of the large grid
-    logprobs: torch.Tensor      # [N, T] as the sampler saw them
-    images: list                # N PIL images
-    seconds: dict               # rollout (sampling) and decode (painting)
-
 class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy. Another autoregressive image model has to offer `ar`, the module LoRA goes
-    into, and `sample`, `compute_logprobs` and `decode`; nothing else in this file would change.
+    """A `GlmImagePipeline` as a policy. For another autoregressive image model, write a class that has `ar`, the
+    module LoRA goes into, and the methods below; nothing else in this file changes.
 
     height, width: pixels. temperature: None is the model's own. decode_steps, guidance: of the DiT.
     """
@@ -260,8 +247,11 @@ class GLMImageWrapper:
 
     @classmethod
     def from_pretrained(cls, path, dtype=torch.float32, **settings):
-        """path: a hub id or a folder written by `GlmImagePipeline.save_pretrained`. Raises OSError, ValueError."""
-        return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype), **settings)
+        """path: a hub id or a folder written by `GlmImagePipeline.save_pretrained`. Raises OSError."""
+        try:
+            return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype), **settings)
+        except (OSError, ValueError) as error:
+            raise OSError(f"--model: cannot load {path}; --model tiny needs no download ({error})") from error
 
     def encode(self, prompts):
         """The pipeline's own prompt format -> ids [B, L], mask [B, L], grids [draft (h, w), large (h, w)]."""
@@ -269,14 +259,13 @@ class GLMImageWrapper:
         options = dict(target_h=self.height, target_w=self.width, padding=len(prompts) > 1, padding_side="left")
         inputs = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=options).to(self.device)
-        (_, *large), (_, *draft) = inputs["image_grid_thw"][:2].tolist()    # listed large first, written draft first
+        large, draft = inputs["image_grid_thw"][:2, 1:].tolist()    # listed large first, but written draft first
         return inputs["input_ids"], inputs["attention_mask"], [draft, large]
 
-    def forward(self, input_ids, attention_mask, position_ids, cache=None):
-        """hidden [B, L, D]. Past the classes around the language model, which keep positions of their own."""
-        return self.ar.model.language_model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache,
-            use_cache=cache is not None).last_hidden_state
+    def forward(self, ids, mask, position_ids, cache=None):
+        """-> hidden [B, L, D]. Not through the classes around the language model: they keep positions of their own."""
+        return self.ar.model.language_model(input_ids=ids, attention_mask=mask, position_ids=position_ids,
+                                            past_key_values=cache, use_cache=cache is not None).last_hidden_state
 
     def policy(self, hidden):
         return compute_policy_logprobs(self.ar.lm_head(hidden), self.temperature, self.codebook_size)
@@ -285,31 +274,31 @@ class GLMImageWrapper:
     def sample(self, prompts, group_size, seeds):
         """P prompts and a seed for each -> tokens [N, T], logprobs [N, T]; all N rows grow in one batch.
 
-        The model writes a small draft of the image first, then the large grid. Only the large grid is painted, but
-        both are actions of the policy. Stock `generate` cannot be used: with several sequences per prompt it mixes
-        up the grids, it may end early, and it keeps 50 codes unless told otherwise.
+        The model writes a small draft of the image first, then the large grid. Only the large grid is painted,
+        but both are actions of the policy. Stock `generate` cannot be used: with several sequences per prompt it
+        mixes up the grids, it may end early, and it keeps 50 codes unless told otherwise.
         """
-        input_ids, mask, grids = self.encode(prompts)                                   # [P, L]
-        positions, L = build_position_ids(mask, grids), input_ids.shape[1]              # [3, P, L + T]
+        ids, mask, grids = self.encode(prompts)                                     # [P, L]
+        position_ids, L = build_position_ids(mask, grids), ids.shape[1]             # [3, P, L + T]
         cache = transformers.DynamicCache(config=self.ar.config.text_config)
-        hidden = self.forward(input_ids, mask, positions[:, :, :L], cache)[:, -1:]      # [P, 1, D]
-        cache.batch_repeat_interleave(group_size)       # the prompt is read once, its keys and values serve a group
-        hidden, mask = (x.repeat_interleave(group_size, 0) for x in (hidden, mask))     # [N, 1, D], [N, L]
-        positions = positions.repeat_interleave(group_size, 1)                          # [3, N, L + T]
+        hidden = self.forward(ids, mask, position_ids[:, :, :L], cache)[:, -1:]     # [P, 1, D]
+        cache.batch_repeat_interleave(group_size)       # each prompt is read once and serves its whole group
+        hidden, mask = (x.repeat_interleave(group_size, 0) for x in (hidden, mask))         # [N, 1, D], [N, L]
+        position_ids = position_ids.repeat_interleave(group_size, 1)                # [3, N, L + T]
+        mask = F.pad(mask, (0, position_ids.shape[2] - L), value=1)                 # [N, L + T]
+        # argmax(p / Exponential(1)) draws from p (the Gumbel-max trick). Every prompt has its own stream of
+        # noise, so that what it gets does not depend on its neighbours in the batch.
         generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
         noise = torch.empty(len(prompts), group_size, self.codebook_size, device=self.device)   # [P, G, V]
-        mask = F.pad(mask, (0, positions.shape[2] - L), value=1)                        # [N, L + T]
         tokens, logprobs = [], []
-        for i in range(L, positions.shape[2]):
+        for i in range(L, position_ids.shape[2]):
             if tokens:
-                hidden = self.forward(tokens[-1], mask[:, :i], positions[:, :, i - 1:i], cache)     # [N, 1, D]
-            logp = self.policy(hidden[:, -1])                                           # [N, V]
-            # argmax(p / Exponential(1)) draws from p (the Gumbel-max trick). A stream of noise for each prompt
-            # makes what it gets independent of its neighbours in the batch.
-            for row, generator in zip(noise, generators):
-                row.exponential_(generator=generator)
-            tokens.append((logp - noise.flatten(0, 1).log()).argmax(1, keepdim=True))   # [N, 1]
-            logprobs.append(logp.gather(1, tokens[-1]))                                 # [N, 1]
+                hidden = self.forward(tokens[-1], mask[:, :i], position_ids[:, :, i - 1:i], cache)  # [N, 1, D]
+            logp = self.policy(hidden[:, -1])                                       # [N, V]
+            for rows, generator in zip(noise, generators):
+                rows.exponential_(generator=generator)
+            tokens.append((logp - noise.flatten(0, 1).log()).argmax(1, keepdim=True))       # [N, 1]
+            logprobs.append(logp.gather(1, tokens[-1]))                             # [N, 1]
         return torch.cat(tokens, 1), torch.cat(logprobs, 1)
 
     def compute_logprobs(self, prompts, tokens):
@@ -317,132 +306,117 @@ class GLMImageWrapper:
 
         One pass over prompt and tokens scores them all, as the hidden state before a token predicts it.
         """
-        input_ids, mask, grids = self.encode(prompts)                                   # [B, L]
-        tokens, L = tokens.to(self.device), input_ids.shape[1]                          # [B, T]
-        positions = build_position_ids(mask, grids)[:, :, :-1]                          # [3, B, L + T - 1]
-        input_ids = torch.cat([input_ids, tokens[:, :-1]], 1)                           # [B, L + T - 1]
-        mask = F.pad(mask, (0, tokens.shape[1] - 1), value=1)                           # [B, L + T - 1]
-        logp = self.policy(self.forward(input_ids, mask, positions)[:, L - 1:])         # [B, T, V]
-        entropy = -(logp.detach().exp() * logp.detach()).sum(2)                         # [B, T]
+        ids, mask, grids = self.encode(prompts)                                     # [B, L]
+        tokens, L = tokens.to(self.device), ids.shape[1]                            # [B, T]
+        position_ids = build_position_ids(mask, grids)[:, :, :-1]                   # [3, B, L + T - 1]
+        ids = torch.cat([ids, tokens[:, :-1]], 1)                                   # [B, L + T - 1]
+        mask = F.pad(mask, (0, tokens.shape[1] - 1), value=1)                       # [B, L + T - 1]
+        logp = self.policy(self.forward(ids, mask, position_ids)[:, L - 1:])        # [B, T, V]
+        entropy = -(logp.detach().exp() * logp.detach()).sum(2)                     # [B, T]
         return logp.gather(2, tokens[:, :, None])[:, :, 0], entropy
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
         """P prompts, tokens [N, T], a seed for each prompt -> N PIL images.
 
-        The images of a group start from the same noise (as in DanceGRPO, arXiv 2505.07818) and the DiT adds none,
-        so their rewards differ because their tokens do, and not by luck. The DiT sees a group at a time: prompts
-        of different length would be padded, and it does not mask the padding.
+        The images of a group start from the same noise (as in DanceGRPO, arXiv 2505.07818) and the DiT adds
+        none, so their rewards differ because their tokens do, and not by luck. The DiT sees one group at a time:
+        prompts of different length would be padded, and it does not mask the padding.
         """
-        h, w = self.height // 32, self.width // 32
-        codes = tokens[:, -h * w:].view(-1, h, w).to(self.device)                       # [N, h, w]
-        codes = codes.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)        # [N, 4 * h * w]
-        shape = (1, self.pipe.transformer.config.in_channels,
-                 self.height // self.pipe.vae_scale_factor, self.width // self.pipe.vae_scale_factor)
-        images = []
+        h, w, scale, images = self.height // 32, self.width // 32, self.pipe.vae_scale_factor, []
+        codes = tokens[:, -h * w:].view(-1, h, w).to(self.device)                   # [N, h, w]
+        codes = codes.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)    # [N, 4 * h * w]
+        shape = (1, self.pipe.transformer.config.in_channels, self.height // scale, self.width // scale)
         for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
-            embeds, _ = self.pipe.encode_prompt(prompt, False, num_images_per_prompt=len(group))    # [G, glyphs, D]
-            noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(embeds)    # [1, C, H/8, W/8]
+            glyphs, _ = self.pipe.encode_prompt(prompt, False, num_images_per_prompt=len(group))    # [G, any, D]
+            noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(glyphs)    # shape
             images += tensor_to_pil(self.pipe(
-                prompt_embeds=embeds, prior_token_ids=group, latents=noise.expand(len(group), -1, -1, -1),
+                prompt_embeds=glyphs, prior_token_ids=group, latents=noise.expand(len(group), -1, -1, -1),
                 height=self.height, width=self.width, num_inference_steps=self.decode_steps,
-                guidance_scale=self.guidance, output_type="pt").images)                 # [G, 3, H, W]
+                guidance_scale=self.guidance, output_type="pt").images)             # [G, 3, H, W]
         return images
 
     def generate_with_tracking(self, prompts, group_size, seeds=None):
-        """P prompts -> a `Rollout` of N images with the tokens and log-probs they came from, kept on the CPU."""
+        """P prompts -> images (N of PIL), the tokens [N, T] they were painted from, and their logprobs [N, T]."""
         seeds = torch.randint(2**31, (len(prompts),)).tolist() if seeds is None else seeds
-        marks = [time.perf_counter()]
-        tokens, logprobs = (x.cpu() for x in self.sample(prompts, group_size, seeds))   # [N, T] each
-        marks.append(time.perf_counter())
-        images = self.decode(prompts, tokens, seeds)
-        marks.append(time.perf_counter())
-        seconds = dict(zip(("sec_rollout", "sec_decode"), np.diff(marks).tolist()))
-        return Rollout([p for p in prompts for _ in range(group_size)], tokens, logprobs, images, seconds)
+        tokens, logprobs = self.sample(prompts, group_size, seeds)
+        return self.decode(prompts, tokens, seeds), tokens, logprobs
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The tiny GLM-Image: the real classes at toy size, so that a laptop runs the code that trains the real one
 
-TINY_CODES = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)   # [V = 64, 3]: each code stands for an RGB colour
+TINY_CODES = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)       # [V = 64, 3]: every code is an RGB colour
 
 def make_tiny_pipeline(seed=0, warmup_steps=300):
     """A `GlmImagePipeline` of 0.3 M weights, made in memory and fitted for some seconds (0 steps: left random)."""
     torch.manual_seed(seed)
-    V = len(TINY_CODES)
-    specials = ["<image_start>", "<image_end>", "<pad>", "<unk>", "<image>", "<sop>", "<eop>"]
-    words = [f"<code_{k}>" for k in range(V)] + specials + list(COLORS)      # all other words read as <unk>
-    text = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(words, range(len(words)))), unk_token="<unk>"))
-    text.normalizer = tokenizers.normalizers.Lowercase()
-    text.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    V, start, end, pad, unk = len(TINY_CODES), "<image_start>", "<image_end>", "<pad>", "<unk>"
+    words = [f"<code_{k}>" for k in range(V)] + [start, end, pad, unk, "<image>", "<sop>", "<eop>", *COLORS]
+    words = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unk)
+    text = tokenizers.Tokenizer(words)      # it knows the colours; every other word is <unk>
+    text.normalizer, text.pre_tokenizer = tokenizers.normalizers.Lowercase(), tokenizers.pre_tokenizers.Whitespace()
     text = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=text, bos_token=specials[0], eos_token=specials[1], pad_token="<pad>", unk_token="<unk>",
-        padding_side="left", model_specific_special_tokens=dict(
-            image_token="<image>", grid_bos_token="<sop>", grid_eos_token="<eop>"))
+        tokenizer_object=text, bos_token=start, eos_token=end, pad_token=pad, unk_token=unk, padding_side="left",
+        model_specific_special_tokens=dict(image_token="<image>", grid_bos_token="<sop>", grid_eos_token="<eop>"))
     processor = transformers.GlmImageProcessor(
-        GlmImageImageProcessorPil(), text, chat_template="{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
-    # GLM-Image drafts about 16 x 16 tokens whatever the size: too much noise for a toy. Half the large grid here.
+        GlmImageImageProcessorPil(), text, "{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
+    # GLM-Image drafts about 16 x 16 tokens whatever the size, too much noise for a toy: half the large grid here
     processor._get_target_shape = lambda height, width: (height // 32, width // 32, height // 64, width // 64)
     ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
-        text_config=dict(vocab_size=len(words), vision_vocab_size=V + 8, hidden_size=64, intermediate_size=128,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=V + 2,
-                         eos_token_id=V + 1, rope_parameters=dict(rope_type="default", rope_theta=1e4,
-                                                                  partial_rotary_factor=.5, mrope_section=[1, 1, 2])),
+        image_token_id=V + 4, image_start_token_id=V, image_end_token_id=V + 1, text_config=dict(
+            vocab_size=text.vocab_size, vision_vocab_size=V + 8, hidden_size=64, intermediate_size=128,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=V + 2,
+            eos_token_id=V + 1, rope_parameters=dict(
+                rope_type="default", rope_theta=1e4, partial_rotary_factor=.5, mrope_section=[1, 1, 2])),
         vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
-        vq_config=dict(embed_dim=16, num_embeddings=V, latent_channels=16),
-        image_token_id=V + 4, image_start_token_id=V, image_end_token_id=V + 1))
+        vq_config=dict(embed_dim=16, num_embeddings=V, latent_channels=16)))
     ar.model.language_model.norm.weight.data.fill_(4)       # or the frozen head could never make a code likely
     glyphs = transformers.T5EncoderModel(transformers.T5Config(
         vocab_size=384, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
     glyphs.encoder.final_layer_norm.weight.data.zero_()     # the toy's painter ignores the quoted words
     dit = diffusers.GlmImageTransformer2DModel(
-        in_channels=3, out_channels=3, num_layers=1, attention_head_dim=16, num_attention_heads=4, text_embed_dim=32,
-        time_embed_dim=32, condition_dim=8, prior_vq_quantizer_codebook_size=V)
+        in_channels=3, out_channels=3, num_layers=1, attention_head_dim=16, num_attention_heads=4,
+        text_embed_dim=32, time_embed_dim=32, condition_dim=8, prior_vq_quantizer_codebook_size=V)
     vae = diffusers.AutoencoderKL(
-        latent_channels=3, block_out_channels=(8,) * 4, down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=0, norm_num_groups=1, use_quant_conv=False,
-        mid_block_add_attention=False, use_post_quant_conv=False, latents_mean=(0., 0., 0.), latents_std=(1., 1., 1.))
+        latent_channels=3, latents_mean=(0.,) * 3, latents_std=(1.,) * 3, block_out_channels=(8,) * 4,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=0,
+        norm_num_groups=1, mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
     pipe = diffusers.GlmImagePipeline(transformers.ByT5Tokenizer(), processor, glyphs, ar, vae, dit, scheduler)
     if warmup_steps:
-        fit([*dit.parameters(), *vae.decoder.parameters()], partial(tiny_decoder_loss, dit, vae), 1e-2, warmup_steps)
-        wrapper = GLMImageWrapper(pipe, 128, 128)       # it freezes the model
-        fit(ar.requires_grad_(True).parameters(), partial(tiny_policy_loss, wrapper), 1e-2, warmup_steps // 3)
+        warm_up(GLMImageWrapper(pipe, 128, 128), warmup_steps)
     return pipe
 
-def fit(parameters, compute_loss, lr, steps):
-    """Plain supervised training, for the toy's warm-up only."""
-    optimizer = torch.optim.Adam(parameters)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
+def warm_up(wrapper, steps, batch=16):
+    """Supervised: DiT and VAE learn to paint codes, the policy gets a weak idea of colour. GRPO does the rest."""
+    dit, vae, ar, V = wrapper.pipe.transformer, wrapper.pipe.vae, wrapper.ar, len(TINY_CODES)
+    modules = (dit, vae.decoder, ar.model.language_model, ar.lm_head)
+    optimizer = torch.optim.Adam([p.requires_grad_() for module in modules for p in module.parameters()])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
     for _ in tqdm(range(steps), "warming up the toy", disable=None, leave=False):
+        # painter: flow matching in the DiT, squared error in the VAE, on mosaics whose latents are their colours
+        codes = torch.randint(V, (batch, 2, 2)).repeat_interleave(2, 1).repeat_interleave(2, 2)     # [B, 4, 4]
+        latents = F.interpolate(TINY_CODES[codes].movedim(3, 1) * 2 - 1, scale_factor=2)            # [B, 3, 8, 8]
+        noise, t = torch.randn_like(latents), torch.rand(batch)                     # t = 0: clean, 1: all noise
+        glyphs = torch.zeros(batch, int(torch.randint(1, 30, ())), 32)              # [B, any, D]
+        drop = (torch.rand(batch, 1) < 0.1).expand(batch, 16)       # now and then no codes, for guidance > 1
+        velocity = dit(torch.lerp(latents, noise, t.view(-1, 1, 1, 1)), glyphs, codes.flatten(1), drop,
+                       t * 1000 - 1, torch.full((batch, 2), 64.), torch.zeros(batch, 2)).sample     # [B, 3, 8, 8]
+        painted = vae.decode(latents[:4] + 0.1 * noise[:4]).sample                  # [4, 3, 64, 64]
+        # policy: a quarter of the tokens show the colour the prompt names, the others are random
+        names = [list(COLORS)[i] for i in torch.randint(len(COLORS), (batch,))]
+        prompts = ["a " * i + name + " thing" * j for name, (i, j) in zip(names, torch.randint(9, (batch, 2)))]
+        colors = torch.tensor([COLORS[name] for name in names]).float()             # [B, 3]
+        shown = torch.cdist(colors, TINY_CODES).argmin(1, keepdim=True)             # [B, 1]
+        tokens = torch.where(torch.rand(batch, 20) < 0.25, shown, torch.randint(V, (batch, 20)))    # [B, T]
+        loss = (F.mse_loss(velocity, noise - latents) - wrapper.compute_logprobs(prompts, tokens)[0].mean()
+                + F.mse_loss(painted, F.interpolate(latents[:4], scale_factor=8)))
         optimizer.zero_grad()
-        compute_loss().backward()
+        loss.backward()
         optimizer.step()
         schedule.step()
 
-def tiny_decoder_loss(dit, vae, batch=16):
-    """Flow matching for the DiT and squared error for the VAE, on mosaics; the latents are the colours, -1..1."""
-    codes = torch.randint(len(TINY_CODES), (batch, 2, 2)).repeat_interleave(2, 1).repeat_interleave(2, 2)  # [B, 4, 4]
-    latents = F.interpolate(TINY_CODES[codes].movedim(3, 1) * 2 - 1, scale_factor=2)    # [B, 3, 8, 8]
-    noise, t = torch.randn_like(latents), torch.rand(batch)                             # t = 0: clean, 1: all noise
-    noisy = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))                             # [B, 3, 8, 8]
-    glyphs = torch.zeros(batch, int(torch.randint(1, 30, ())), 32)                      # [B, any number, D]
-    drop = (torch.rand(batch, 1) < 0.1).expand(batch, 16)       # sometimes no codes, which guidance > 1 needs
-    size, corner = torch.full((batch, 2), 64.), torch.zeros(batch, 2)                   # [B, 2] each, in pixels
-    velocity = dit(noisy, glyphs, codes.flatten(1), drop, t * 1000 - 1, size, corner).sample    # [B, 3, 8, 8]
-    painted = vae.decode(latents[:4] + 0.1 * noise[:4]).sample                          # [4, 3, 64, 64]
-    return F.mse_loss(velocity, noise - latents) + F.mse_loss(painted, F.interpolate(latents[:4], scale_factor=8))
-
-def tiny_policy_loss(wrapper, batch=32):
-    """A weak idea of colour: a quarter of the tokens show the one the prompt names, the others are random."""
-    names = [list(COLORS)[i] for i in torch.randint(len(COLORS), (batch,))]
-    prompts = ["a " * before + name + " thing" * after for name, (before, after) in
-               zip(names, torch.randint(10, (batch, 2)).tolist())]
-    named = torch.cdist(torch.tensor([COLORS[name] for name in names]).float(), TINY_CODES).argmin(1)      # [B]
-    tokens = torch.randint(len(TINY_CODES), (batch, 20))                                # [B, T]
-    tokens = torch.where(torch.rand(batch, 20) < 0.25, named[:, None], tokens)
-    return -wrapper.compute_logprobs(prompts, tokens)[0].mean()
-
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Pictures
 
 def draw_samples(images, captions, columns=4, side=128):
@@ -451,25 +425,24 @@ def draw_samples(images, captions, columns=4, side=128):
     for i, (image, caption) in enumerate(zip(images, captions)):
         x, y = i % columns * side, i // columns * (side + 20)
         sheet.paste(image.resize((side - 4, side - 4)), (x + 2, y + 2))
-        ImageDraw.Draw(sheet).text((x + side // 2, y + side + 8), caption, "black", ImageFont.load_default(13), "mm")
+        ImageDraw.Draw(sheet).text((x + side // 2, y + side + 8), caption, "black", ImageFont.load_default(11), "mm")
     return sheet
 
 def draw_progress(before, after, rewards):
-    """The first and the latest samples, and between them and the right edge the reward of every step."""
+    """The first and the latest samples, and right of them the mean reward of every step -> one PIL image."""
     (w, h), low, high = before.size, min(rewards), max(rewards)
     sheet = Image.new("RGB", (2 * w + 400, h + 30), "white")
     sheet.paste(before, (0, 30))
     sheet.paste(after, (w, 30))
-    points = [(2 * w + 60 + 320 * i / max(1, len(rewards) - 1), h - (h - 50) * (r - low) / (high - low or 1))
-              for i, r in enumerate(rewards)]
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-    draw.line(points, "crimson", 3)
-    for place, text in (((w // 2, 15), "before"), ((w + w // 2, 15), "now"), ((2 * w + 28, h), f"{low:.2f}"),
-                        ((2 * w + 28, 50), f"{high:.2f}"), ((2 * w + 220, 15), f"reward, {len(rewards)} steps")):
-        draw.text(place, text, "black", font, "mm")
+    draw.line([(2 * w + 60 + 320 * i / max(1, len(rewards) - 1), h - (h - 50) * (r - low) / (high - low or 1))
+               for i, r in enumerate(rewards)], "crimson", 3)
+    for x, y, text in ((w / 2, 15, "before"), (w * 1.5, 15, "now"), (2 * w + 220, 15, f"reward, {len(rewards)} steps"),
+                       (2 * w + 28, h, f"{low:.2f}"), (2 * w + 28, 50, f"{high:.2f}")):
+        draw.text((x, y), text, "black", font, "mm")
     return sheet
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The trainer
 
 class GRPOTrainer:
@@ -477,103 +450,109 @@ class GRPOTrainer:
 
     def __init__(self, args, wrapper, prompts, targets):
         self.args, self.wrapper, self.prompts, self.targets = args, wrapper, prompts, targets
-        self.out, self.step, self.queue = Path(args.out), 0, []
+        self.out, self.step, self.queue, self.clock = Path(args.out), 0, [], 0.0
         self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha)
         self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
-        self.rng = torch.Generator().manual_seed(args.seed)     # all randomness of a run comes from here
+        self.rng = torch.Generator().manual_seed(args.seed)     # everything random in a run is seeded from here
+
+    def lap(self):
+        """Seconds since the last call. (The results we wait for are on the CPU by then, so a GPU is done too.)"""
+        before, self.clock = self.clock, time.perf_counter()
+        return self.clock - before
 
     def rollout(self):
-        """A group for each of the next prompts of a shuffled round -> (Rollout, targets of its N samples)."""
-        args = self.args
-        while len(self.queue) < args.batch_size:
+        """Steps 1 to 4, without gradient -> prompts (N), tokens [N, T], logprobs [N, T], advantages [N], metrics."""
+        args, G = self.args, self.args.group_size
+        while len(self.queue) < args.batch_size:            # every prompt once, in a new order, then again
             self.queue += torch.randperm(len(self.prompts), generator=self.rng).tolist()
         batch, self.queue = self.queue[:args.batch_size], self.queue[args.batch_size:]
         seeds = torch.randint(2**31, (len(batch) + 1,), generator=self.rng).tolist()
-        transformers.set_seed(seeds.pop())      # the global generators, for rewards that use them
-        rollout = self.wrapper.generate_with_tracking([self.prompts[i] for i in batch], args.group_size, seeds)
-        return rollout, [self.targets[i] for i in batch for _ in range(args.group_size)]
+        transformers.set_seed(seeds.pop())                  # the global generators, for rewards that use them
+        prompts, targets = [self.prompts[i] for i in batch], [self.targets[i] for i in batch for _ in range(G)]
+        self.lap()
+        tokens, logprobs = (x.cpu() for x in self.wrapper.sample(prompts, G, seeds))            # 1. write
+        seconds = {"sec_rollout": self.lap()}
+        images = self.wrapper.decode(prompts, tokens, seeds)                                    # 2. paint
+        seconds["sec_decode"] = self.lap()
+        prompts = [prompt for prompt in prompts for _ in range(G)]
+        rewards, components = compute_rewards(images, prompts, targets, args.reward)            # 3. score
+        advantages = compute_advantages(rewards, G, args.scale_rewards)                         # 4. compare
+        groups = rewards.view(-1, G)                                                # [P, G]
+        return prompts, tokens, logprobs, advantages, {
+            "reward": rewards.mean().item(), "reward_std": groups.std(1).mean().item(),
+            **{f"reward/{name}": values.mean().item() for name, values in components.items()},
+            "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(), **seconds,
+            "sec_reward": self.lap(), "tokens_per_sec": tokens.numel() / seconds["sec_rollout"]}
 
-    def train_step(self, rollout, advantages):
-        """num_iterations updates on one rollout, advantages [N] -> metrics: means, or the largest for max and gap."""
-        args, N, history, old_logprobs = self.args, len(rollout.tokens), [], {}
-        chunks = [slice(i, i + args.micro_batch_size) for i in range(0, N, args.micro_batch_size)]
+    def train_step(self, prompts, tokens, logprobs, advantages):
+        """Step 5: num_iterations updates on one rollout -> metrics, means over the micro-batches."""
+        args, history, old_logprobs = self.args, [], {}
+        chunks = [slice(i, i + args.micro_batch_size) for i in range(0, len(tokens), args.micro_batch_size)]
         with self.lora.disabled(), torch.no_grad():
-            refs = [self.wrapper.compute_logprobs(rollout.prompts[rows], rollout.tokens[rows])[0]
-                    if args.kl_coef else None for rows in chunks]                       # [B, T] each
+            refs = [self.wrapper.compute_logprobs(prompts[rows], tokens[rows])[0] if args.kl_coef else None
+                    for rows in chunks]                                             # [B, T] each
         for _ in range(args.num_iterations):
             self.optimizer.zero_grad()
             for rows, ref in zip(chunks, refs):
-                new, entropy = self.wrapper.compute_logprobs(rollout.prompts[rows], rollout.tokens[rows])  # [B, T]
-                # Until the first update the policy is the one that sampled: old is new, detached, and kept. Not
-                # the sampler's own numbers: in bf16 they differ by more than the clip forgives. The gap is logged.
-                old = old_logprobs.setdefault(rows.start, new.detach())                 # [B, T]
+                new, entropy = self.wrapper.compute_logprobs(prompts[rows], tokens[rows])           # [B, T]
+                # Until the first update the policy is the one that sampled, so old is new, detached. Not the
+                # sampler's own numbers: in bf16 they differ by more than the clip forgives. The gap is logged.
+                old = old_logprobs.setdefault(rows.start, new.detach())             # [B, T]
                 loss, metrics = compute_grpo_loss(
                     new, old, advantages[rows].to(new.device), args.clip_range, args.clip_range_high, ref,
                     args.kl_coef, args.importance)
-                (loss * len(new) / N).backward()    # its share of the whole: micro-batches do not change the gradient
-                gap = (rollout.logprobs[rows].to(new.device) - old).abs().max()
+                (loss * len(new) / len(tokens)).backward()  # by its share: the gradient is that of one big batch
+                gap = (logprobs[rows].to(new.device) - old).abs().max()
                 history.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
             norm = nn.utils.clip_grad_norm_(self.lora.parameters(), args.max_grad_norm)
             self.optimizer.step()
-        reduce = {"ratio_max": np.max, "sampler_gap": np.max}
+        reduce = {"ratio_max": max, "sampler_gap": max}
         metrics = {key: float(reduce.get(key, np.mean)([row[key] for row in history])) for key in history[0]}
-        return {**metrics, "grad_norm": norm.item(), "lr": args.lr}
+        peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        return {**metrics, "grad_norm": norm.item(), "lr": args.lr, "sec_update": self.lap(), "peak_gib": peak_gib}
 
     def train(self):
-        """Rollouts and updates until args.steps are done."""
-        args = self.args
+        """The loop: rollout, update, log, until args.steps are done."""
         if self.step == 0:
-            self.save_samples()                                                         # before training
-        for self.step in tqdm(range(self.step + 1, args.steps + 1), "training", disable=None):
-            rollout, targets = self.rollout()                                           # 1. sample, 2. paint
-            marks = [time.perf_counter()]
-            rewards, components = compute_rewards(rollout.images, rollout.prompts, targets, args.reward)    # 3. [N]
-            marks.append(time.perf_counter())
-            advantages = compute_advantages(rewards, args.group_size, args.scale_rewards)                   # 4. [N]
-            metrics = self.train_step(rollout, advantages)                              # 5. update
-            marks.append(time.perf_counter())
-            seconds = {**rollout.seconds, **dict(zip(("sec_reward", "sec_update"), np.diff(marks).tolist()))}
-            self.log(rewards, components, metrics, seconds, rollout.tokens.numel())     # 6. log, pictures, checkpoint
-            if self.step % args.sample_every == 0 or self.step == args.steps:
+            self.save_samples()                                                     # before training
+        for self.step in tqdm(range(self.step + 1, self.args.steps + 1), "training", disable=None):
+            *rollout, metrics = self.rollout()
+            self.log({"step": self.step, **metrics, **self.train_step(*rollout)})   # 6. log, pictures, checkpoint
+            if self.step % self.args.sample_every == 0 or self.step == self.args.steps:
                 self.save_samples()
-            if self.step % args.save_every == 0 or self.step == args.steps:
+            if self.step % self.args.save_every == 0 or self.step == self.args.steps:
                 self.save_checkpoint()
 
-    def log(self, rewards, components, metrics, seconds, tokens):
+    def log(self, metrics):
         """A JSON line in metrics.jsonl and an aligned one on the terminal."""
-        groups = rewards.view(-1, self.args.group_size)                                 # [P, G]
-        row = {"step": self.step, "reward": rewards.mean().item(), "reward_std": groups.std(1).mean().item(),
-               "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(), **metrics,
-               **{f"reward/{name}": values.float().mean().item() for name, values in components.items()}, **seconds,
-               "tokens_per_sec": tokens / seconds["sec_rollout"],
-               "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0}
         with open(self.out / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
-        tqdm.write("step {step:4d}  reward {reward:.3f} +- {reward_std:.3f}  loss {loss:+.4f}  kl {kl:.4f}  "
-                   "clip {clip_frac:.2f}  entropy {entropy:.2f}  grad {grad_norm:.2f}  gap {sampler_gap:.0e}".format(**row)
-                   + f"  {sum(seconds.values()):.1f} s")
+            file.write(json.dumps(metrics) + "\n")
+        tqdm.write("step {step:4d}  reward {reward:.3f} +- {reward_std:.3f}  loss {loss:+.4f}  kl {kl:.4f}  clip "
+                   "{clip_frac:.2f}  entropy {entropy:.2f}  grad {grad_norm:.2f}  gap {sampler_gap:.0e}  "
+                   "{seconds:.1f} s".format(seconds=sum(v for k, v in metrics.items() if k[:4] == "sec_"), **metrics))
 
     def save_samples(self):
         """Fixed prompts and fixed seeds: from one picture to the next only the policy differs."""
         prompts, targets = self.prompts[:8], self.targets[:8]
-        images = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts))).images
-        rewards, _ = compute_rewards(images, prompts, targets, self.args.reward)        # [8]
-        sheet = draw_samples(images, [f"{reward:.3f}" for reward in rewards.tolist()])
-        sheet.save(self.out / "samples" / f"step_{self.step:05d}.png")
+        images, _, _ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))
+        rewards, _ = compute_rewards(images, prompts, targets, self.args.reward)    # [8]
+        sheet = draw_samples(images, [f"{r:.3f} {p[:14]}" for r, p in zip(rewards.tolist(), prompts)])
+        sheet.save(self.out / f"samples/step_{self.step:05d}.png")
         if self.step:
-            curve = [json.loads(line)["reward"] for line in (self.out / "metrics.jsonl").read_text().splitlines()]
-            draw_progress(Image.open(self.out / "samples/step_00000.png"), sheet, curve).save(self.out / "progress.png")
+            rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+            before = Image.open(self.out / "samples/step_00000.png")
+            draw_progress(before, sheet, [row["reward"] for row in rows]).save(self.out / "progress.png")
 
     def save_checkpoint(self):
         """adapter/ to use elsewhere, checkpoint.pt to go on from: renamed into place, so never half written."""
         self.lora.save(self.out / "adapter", self.args.model)
-        torch.save({"step": self.step, "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict(),
-                    "rng": self.rng.get_state(), "queue": self.queue, "args": vars(self.args)},
-                   self.out / "checkpoint.tmp")
+        state = {"step": self.step, "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict(),
+                 "rng": self.rng.get_state(), "queue": self.queue, "args": vars(self.args)}
+        torch.save(state, self.out / "checkpoint.tmp")
         os.replace(self.out / "checkpoint.tmp", self.out / "checkpoint.pt")
 
     def load_checkpoint(self, path):
-        """Continue as if nothing had happened. weights_only: a checkpoint is data and never code. ValueError."""
+        """Go on as if nothing had happened. weights_only: a checkpoint is data, never code. Raises ValueError."""
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             self.lora.load_state_dict(state["adapter"])
@@ -581,11 +560,11 @@ class GRPOTrainer:
             self.rng.set_state(state["rng"])
             self.step, self.queue = state["step"], state["queue"]
         except Exception as error:
-            raise ValueError(f"--resume: {path} is not a checkpoint of this run ({error})") from error
+            raise ValueError(f"--resume: {path} is no checkpoint of this run ({error})") from error
         lines = (self.out / "metrics.jsonl").read_text().splitlines(keepends=True)
         (self.out / "metrics.jsonl").write_text("".join(lines[:self.step]))     # later steps will be run again
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The command line
 
 def fail(message):
@@ -593,32 +572,20 @@ def fail(message):
     print(f"grpo.py: error: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
 
-def number(kind, low):
-    """An argparse type: finite and not below `low`."""
-    def parse(text):
-        value = kind(text)
-        if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} upwards")
-        return value
-    parse.__name__ = kind.__name__
-    return parse
-
 def parse_reward(text):
     """An argparse type: "color" or "color=1,jpeg=0.2" -> {"color": 1.0, "jpeg": 0.2}."""
     parts = [part.strip().partition("=") for part in text.split(",")]
-    for name, _, weight in parts:
-        if name not in REWARDS:
-            raise argparse.ArgumentTypeError(f"unknown reward {name!r}; there are {', '.join(REWARDS)}")
-        if weight and not re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", weight):
-            raise argparse.ArgumentTypeError(f"the weight of {name} is {weight!r}, which is not a number")
-    return {name: float(weight or 1) for name, _, weight in parts}
+    weights = {name: float(weight or 1) for name, _, weight in parts}
+    if not set(weights) <= set(REWARDS) or not all(map(math.isfinite, weights.values())):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like color=1,jpeg=0.2; names: {', '.join(REWARDS)}")
+    return weights
 
 def parse_size(text):
-    """An argparse type: "512" or "1024x768", width first -> (height, width)."""
+    """An argparse type: "512" or "1024x768", width first -> [height, width]."""
     width, _, height = text.partition("x")
-    size = [int(n) if n.isdecimal() else 0 for n in (height or width, width)]
+    size = [int(height or width), int(width)]
     if min(size) < 32 or size[0] % 32 or size[1] % 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 512 or 1024x768, in multiples of 32")
+        raise argparse.ArgumentTypeError(f"{text} is not made of multiples of 32")
     return size
 
 def load_prompts(path, need_targets):
@@ -628,12 +595,12 @@ def load_prompts(path, need_targets):
     if not rows:
         raise ValueError(f"--prompts: {path} holds no prompt")
     if need_targets and not all(target for _, _, target in rows):
-        raise ValueError(f"--reward mse wants prompt<TAB>target.png on every line of {path}")
+        raise ValueError(f"--reward mse needs prompt<TAB>target.png on every line of {path}")
     targets = [Image.open(Path(path).parent / target).convert("RGB") if target else None for _, _, target in rows]
     return [prompt for prompt, _, _ in rows], targets
 
 def parse_args(argv=None):
-    """One line a flag. Some defaults depend on --model; a resumed run brings its own. Raises OSError, ValueError."""
+    """One line a flag. Some defaults depend on --model, a resumed run brings its own. OSError, ValueError."""
     parser = argparse.ArgumentParser(description="GRPO for GLM-Image", add_help=False, allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error, add = fail, parser.add_argument
@@ -642,72 +609,83 @@ def parse_args(argv=None):
     first, _ = parser.parse_known_args(argv)
     saved = json.loads(Path(first.resume, "args.json").read_text()) if first.resume else {}
     room = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
-    model = first.model or saved.get("model") or ("zai-org/GLM-Image" if room > 60 else "tiny")
+    model = first.model or saved.get("model") or ("zai-org/GLM-Image" if room >= 60 else "tiny")
     tiny = model == "tiny"
     # what to learn
     add("--prompts", default=str(Path(__file__).with_name("prompts.txt")), help="a prompt a line, # for comments")
-    add("--reward", type=parse_reward, default="color", help="with weights: color=1,jpeg=0.2; or mse")
+    add("--reward", type=parse_reward, default="color", help="with weights: color=1,jpeg=0.2; mse needs targets")
     # how much
-    add("--steps", type=number(int, 1), default=40 if tiny else 300, help="rollouts")
-    add("--group-size", type=number(int, 2), default=4, help="images per prompt")
-    add("--batch-size", type=number(int, 1), default=8, help="prompts per step")
-    add("--micro-batch-size", type=number(int, 1), default=4 if tiny else 1, help="images per backward pass")
+    add("--steps", type=int, default=40 if tiny else 300, help="rollouts")
+    add("--group-size", type=int, default=4, help="images per prompt")
+    add("--batch-size", type=int, default=8, help="prompts per step")
+    add("--micro-batch-size", type=int, default=4 if tiny else 1, help="images per backward pass")
     # the update
-    add("--lr", type=number(float, 0), default=3e-3 if tiny else 5e-5, help="AdamW learning rate")
-    add("--num-iterations", type=number(int, 1), default=1, help="updates per rollout; above 1 the clip matters")
-    add("--clip-range", type=number(float, 0), default=0.2, help="a ratio may fall to 1 - this")
-    add("--clip-range-high", type=number(float, 0), help="a ratio may rise to 1 + this; if not given: --clip-range")
-    add("--kl-coef", type=number(float, 0), default=0.01, help="price of leaving the untrained model; 0: not computed")
-    add("--scale-rewards", default="group", choices=("group", "batch", "none"), help="std the advantages divide by")
-    add("--importance", default="token", choices=("token", "sequence"), help="one ratio per token or per sequence")
-    add("--max-grad-norm", type=number(float, 0), default=1.0, help="gradients are clipped to this norm")
-    add("--lora-rank", type=number(int, 1), default=16 if tiny else 32, help="rank of the adapters")
-    add("--lora-alpha", type=number(float, 0), default=32.0 if tiny else 64.0, help="alpha / rank scales them")
+    add("--lr", type=float, default=2e-3 if tiny else 5e-5, help="AdamW learning rate")
+    add("--num-iterations", type=int, default=1, help="updates per rollout; above 1 the clip matters")
+    add("--clip-range", type=float, default=0.2, help="a ratio may fall to 1 - this")
+    add("--clip-range-high", type=float, help="a ratio may rise to 1 + this; if not given: --clip-range")
+    add("--kl-coef", type=float, default=0.01, help="price of leaving the untrained model; 0: not computed")
+    add("--scale-rewards", default="group", choices=("group", "batch", "none"), help="std advantages divide by")
+    add("--importance", default="token", choices=("token", "sequence"), help="one ratio per token or sequence")
+    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
+    add("--lora-rank", type=int, default=16 if tiny else 32, help="rank of the adapters")
+    add("--lora-alpha", type=float, default=32.0 if tiny else 64.0, help="the adapters count alpha / rank times")
     # the images
     add("--size", type=parse_size, default="128" if tiny else "512", help="pixels: 512 or WIDTHxHEIGHT")
-    add("--temperature", type=number(float, 0), help="of the sampling; if not given: the model's own")
-    add("--decode-steps", type=number(int, 1), default=4 if tiny else 20, help="denoising steps of the DiT")
-    add("--guidance", type=number(float, 0), default=1.5, help="of the DiT; above 1 it runs twice a step")
+    add("--temperature", type=float, help="of the sampling; if not given: the model's own")
+    add("--decode-steps", type=int, default=4 if tiny else 20, help="denoising steps of the DiT")
+    add("--guidance", type=float, default=1.5, help="of the DiT; above 1 it runs twice a step")
     # the run
-    add("--sample-every", type=number(int, 1), default=10, help="steps between pictures of fixed prompts")
-    add("--save-every", type=number(int, 1), default=10, help="steps between checkpoints")
-    add("--seed", type=number(int, 0), default=0, help="of everything random")
+    add("--sample-every", type=int, default=10, help="steps between pictures of fixed prompts")
+    add("--save-every", type=int, default=10, help="steps between checkpoints")
+    add("--seed", type=int, default=0, help="of everything random")
     add("--out", default=time.strftime("runs/%Y%m%d-%H%M%S"), help="folder for the run")
     add("-h", "--help", action="help", help="show this and exit")
-    parser.set_defaults(**saved, model=model) if "model" not in saved else parser.set_defaults(**saved)
+    parser.set_defaults(**{"model": model, **saved})
     args = parser.parse_args(argv)
+    args.out = args.resume or args.out
+    print(f"model: {model} ({'as asked' if first.model or saved else f'{room:.0f} GiB of GPU memory free, 60 wanted'})")
+    return args
+
+def check_args(args):
+    """Raises ValueError, in one sentence, for settings that cannot work."""
+    lowest = dict(steps=1, group_size=2, batch_size=1, micro_batch_size=1, lr=0, num_iterations=1, clip_range=0,
+                  clip_range_high=0, kl_coef=0, max_grad_norm=0, lora_rank=1, lora_alpha=0, temperature=1e-3,
+                  decode_steps=1, guidance=0, sample_every=1, save_every=1, seed=0)
+    for name, low in lowest.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be a number from {low} upwards")
     images = args.batch_size * args.group_size
     if images % args.micro_batch_size:
-        raise ValueError(f"{images} images a step ({args.batch_size} prompts x {args.group_size}) do not divide into "
-                         f"micro-batches of --micro-batch-size {args.micro_batch_size}")
-    print(f"model: {model} ({'as asked' if first.model or saved else f'{room:.0f} GiB of GPU memory free'})")
-    return args
+        raise ValueError(f"{args.batch_size} prompts x {args.group_size} = {images} images a step do not divide "
+                         f"into micro-batches of --micro-batch-size {args.micro_batch_size}")
+    if not args.resume and Path(args.out, "args.json").exists():
+        raise ValueError(f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
 
 def main(argv=None):
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         args = parse_args(argv)
+        check_args(args)
         prompts, targets = load_prompts(args.prompts, "mse" in args.reward)
-        out, device = Path(args.resume or args.out), "cuda" if torch.cuda.is_available() else "cpu"
-        if not args.resume and (out / "args.json").exists():
-            raise ValueError(f"--out: {out} holds a run; --resume {out} goes on with it")
-        wrapper = partial(GLMImageWrapper, make_tiny_pipeline(args.seed)) if args.model == "tiny" else partial(
-            GLMImageWrapper.from_pretrained, args.model, torch.bfloat16 if device == "cuda" else torch.float32)
-        wrapper = wrapper(height=args.size[0], width=args.size[1], temperature=args.temperature,
-                          decode_steps=args.decode_steps, guidance=args.guidance, device=device)
+        pipe = make_tiny_pipeline(args.seed) if args.model == "tiny" else diffusers.GlmImagePipeline.from_pretrained(
+            args.model, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        wrapper = GLMImageWrapper(pipe, *args.size, args.temperature, args.decode_steps, args.guidance, device)
         trainer = GRPOTrainer(args, wrapper, prompts, targets)
-        (out / "samples").mkdir(parents=True, exist_ok=True)
-        (out / "args.json").write_text(json.dumps(vars(args), indent=2))
-        shutil.copy(__file__, out / "grpo.py")
         if args.resume:
-            trainer.load_checkpoint(out / "checkpoint.pt")
+            trainer.load_checkpoint(trainer.out / "checkpoint.pt")
+        (trainer.out / "samples").mkdir(parents=True, exist_ok=True)
+        (trainer.out / "args.json").write_text(json.dumps(vars(args), indent=2))
+        if not args.resume:
+            shutil.copy(__file__, trainer.out / "grpo.py")
     except (OSError, ValueError) as error:
         fail(error)
-    images = args.batch_size * args.group_size
     trainer.train()
-    print(f"pictures and curve: {out}/progress.png\nadapter: pipe.vision_language_encoder.load_adapter("
-          f'"{out}/adapter")  # needs peft')
+    print(f"pictures and curve: {trainer.out}/progress.png\nto use the adapter, with peft installed: "
+          f'pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,631 @@
+"""Tests of grpo.py: identities, mostly, on a toy with random weights. `python -m pytest -q`, no network, no GPU."""
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+
+import grpo
+
+torch.set_num_threads(2)
+HERE = Path(__file__).parent
+PROMPTS = ["a red fox on a wall", "yellow"]     # of different length, so that one of them is padded
+
+
+def make_wrapper(height=128, width=64, temperature=0.9, **settings):
+    """A fresh toy with random weights; 128 x 64 is not square: 2 x 1 draft and 4 x 2 large tokens."""
+    return grpo.GLMImageWrapper(grpo.make_tiny_pipeline(0, warmup_steps=0), height, width, temperature, **settings)
+
+
+def make_trainer(out, *argv, **kwargs):
+    args = grpo.parse_args(["--model", "tiny", "--out", str(out), "--size", "64x128", "--decode-steps", "1",
+                            "--batch-size", "2", "--steps", "4", *argv])
+    (Path(out) / "samples").mkdir(parents=True, exist_ok=True)
+    wrapper = make_wrapper(*args.size, args.temperature, decode_steps=args.decode_steps)
+    prompts = ["a red fox", "some yellow thing here", "green"]
+    return grpo.GRPOTrainer(args, wrapper, prompts, [None] * 3)
+
+
+@pytest.fixture(scope="session")
+def wrapper():
+    return make_wrapper()
+
+
+@pytest.fixture(scope="session")
+def sampled(wrapper):
+    """Two groups of three samples: prompts of the six rows, tokens, log-probs."""
+    tokens, logprobs = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    return [p for p in PROMPTS for _ in range(3)], tokens, logprobs
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The maths
+
+
+def test_advantages_by_hand():
+    """Guards the z-score itself: unbiased std, per group, in order."""
+    got = grpo.compute_advantages([1., 2., 3., 4., 10., 10., 10., 14.], 4)
+    std = math.sqrt(5 / 3)
+    assert torch.allclose(got[:4], torch.tensor([-1.5, -.5, .5, 1.5]) / (std + 1e-6))
+    assert torch.allclose(got[:4], torch.tensor([-1.16, -.39, .39, 1.16]), atol=5e-3)
+    assert torch.allclose(got[4:], torch.tensor([-1., -1., -1., 3.]) / (2 + 1e-6))
+
+
+def test_advantages_of_the_other_scales():
+    """Guards against 'batch' using the std of a group, and 'none' dividing by anything at all."""
+    rewards = torch.tensor([1., 3., 10., 20.])
+    assert grpo.compute_advantages(rewards, 2, "none").tolist() == [-1., 1., -5., 5.]
+    assert torch.allclose(grpo.compute_advantages(rewards, 2, "batch"),
+                          torch.tensor([-1., 1., -5., 5.]) / (rewards.std() + 1e-6))
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8, -7.7])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_give_exact_zeros(value, scale):
+    """The float mean of three times 0.1 is not 0.1; divided by a tiny std that was an advantage of 0.01."""
+    got = grpo.compute_advantages([value] * 3 + [1., 2., 3.], 3, scale)
+    assert got[:3].tolist() == [0., 0., 0.] and got[3:].abs().sum() > 0
+
+
+def test_advantages_ignore_scale_and_shift_of_the_rewards():
+    rewards = torch.rand(12)
+    assert torch.allclose(grpo.compute_advantages(rewards, 4), grpo.compute_advantages(rewards * 7 + 3, 4), atol=1e-4)
+
+
+@pytest.mark.parametrize("rewards, group_size, scale", [
+    ([1., 2.], 1, "group"), ([1., 2., 3.], 2, "group"), ([1., math.nan], 2, "group"), ([1., math.inf], 2, "none"),
+    ([1., 2.], 2, "std")])
+def test_advantages_refuse(rewards, group_size, scale):
+    with pytest.raises(ValueError) as error:
+        grpo.compute_advantages(rewards, group_size, scale)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ratio, advantage, surrogate, moves", [
+    (1.5, 1., 1.2, False),      # better and already much likelier: clipped, no gradient
+    (1.5, -1., -1.5, True),     # worse but much likelier: the full push back
+    (0.5, 1., 0.5, True),       # better but much rarer: the full pull
+    (0.5, -1., -0.8, False)])   # worse and already much rarer: clipped, no gradient
+def test_the_four_cases_of_the_clip(ratio, advantage, surrogate, moves):
+    """Guards the min: with max, or with the clip alone, two of the four are wrong."""
+    new = torch.tensor([math.log(ratio)], requires_grad=True)
+    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1), torch.tensor([advantage]))
+    loss.backward()
+    assert loss.item() == pytest.approx(-surrogate)
+    assert (new.grad.abs().item() > 0) == moves and metrics["clip_frac"] == float(not moves)
+    assert metrics["ratio_mean"] == pytest.approx(ratio) and metrics["policy_loss"] == pytest.approx(-surrogate)
+
+
+def test_clip_higher_moves_the_upper_bound_only():
+    """DAPO: with clip_range_high 0.4 a ratio of 1.3 is free; 0.7 is still clipped at 0.8 and 1.5 at 1.4."""
+    new, old = torch.tensor([1.3, 0.7, 1.5]).log(), torch.zeros(3)
+    loss, metrics = grpo.compute_grpo_loss(new, old, torch.tensor([1., -1., 1.]), 0.2, 0.4)
+    assert loss.item() == pytest.approx(-(1.3 - 0.8 + 1.4) / 3) and metrics["clip_frac"] == pytest.approx(2 / 3)
+
+
+def test_k3_by_hand_and_at_the_extremes():
+    """exp(d) - d - 1: zero at home, positive on both sides, finite for a log-ratio of 1000 and of -1000."""
+    new = torch.tensor([-1., -2., -3.], requires_grad=True)
+    ref = torch.tensor([-1., -1., -5.])
+    loss, metrics = grpo.compute_grpo_loss(new, new, torch.zeros(3), ref_logprobs=ref, kl_coef=0.5)
+    expected = (0 + (math.e - 2) + (math.exp(-2) + 1)) / 3
+    assert metrics["kl"] == pytest.approx(expected) and loss.item() == pytest.approx(0.5 * expected)
+    loss.backward()
+    assert torch.allclose(new.grad, 0.5 * (1 - (ref - new.detach()).exp()) / 3)
+    for far in (1000., -1000.):
+        loss, _ = grpo.compute_grpo_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1),
+                                         ref_logprobs=torch.tensor([far]), kl_coef=1.)
+        assert math.isfinite(loss.item())
+
+
+def test_gspo_is_the_ratio_of_the_mean():
+    """One ratio a sequence: two tokens that moved by +1 and -1 cancel, where token ratios would be clipped."""
+    new, old = torch.tensor([[1., -1.], [.3, .1]]), torch.zeros(2, 2)
+    loss, metrics = grpo.compute_grpo_loss(new, old, torch.tensor([1., -1.]), importance="sequence")
+    assert loss.item() == pytest.approx(-(1 - math.exp(.2)) / 2) and metrics["ratio_max"] == pytest.approx(math.exp(.2))
+    token, _ = grpo.compute_grpo_loss(new, old, torch.tensor([1., -1.]))
+    assert token.item() != pytest.approx(loss.item())
+
+
+def test_a_log_prob_per_sequence_is_a_row_of_one_token():
+    """Guards the broadcasting of advantages: [N] against [N, T] would silently give [N, N] when N = T."""
+    new, old, advantages = torch.randn(4) / 9, torch.randn(4) / 9, torch.randn(4)
+    flat = grpo.compute_grpo_loss(new, old, advantages, ref_logprobs=old, kl_coef=.1)[0]
+    rows = grpo.compute_grpo_loss(new[:, None], old[:, None], advantages, ref_logprobs=old[:, None], kl_coef=.1)[0]
+    square = grpo.compute_grpo_loss(*(x[:, None].expand(4, 4) for x in (new, old)), advantages,
+                                    ref_logprobs=old[:, None].expand(4, 4), kl_coef=.1)[0]
+    assert flat.item() == pytest.approx(rows.item()) and flat.item() == pytest.approx(square.item(), rel=1e-5)
+
+
+def test_gradient_at_the_old_policy_is_reinforce():
+    """Why a loss of 0 still learns; and only `new` carries a gradient."""
+    new, advantages = torch.randn(6, 5, requires_grad=True), grpo.compute_advantages(torch.rand(6), 3)
+    others = torch.randn(6, 5, requires_grad=True)
+    loss, _ = grpo.compute_grpo_loss(new, new, advantages.requires_grad_(), ref_logprobs=others, kl_coef=0.)
+    loss.backward()
+    ours, new.grad = new.grad, None
+    (-(advantages.detach()[:, None] * new).mean()).backward()
+    assert abs(loss.item()) < 1e-6 and torch.allclose(ours, new.grad, atol=1e-7) and ours.abs().sum() > 0
+    assert others.grad is None and advantages.grad is None
+
+
+def test_policy_logprobs_are_a_distribution_over_codes():
+    """Outputs behind the codebook get no mass, temperature divides the logits, bf16 input gives fp32 output."""
+    logits = torch.randn(3, 10)
+    logp = grpo.compute_policy_logprobs(logits, 0.5, 8)
+    assert logp.shape == (3, 8) and torch.allclose(logp.exp().sum(1), torch.ones(3))
+    assert torch.allclose(logp, torch.log((2 * logits[:, :8]).exp() / (2 * logits[:, :8]).exp().sum(1, keepdim=True)),
+                          atol=1e-5)
+    assert grpo.compute_policy_logprobs(logits.bfloat16(), 1., 8).dtype == torch.float32
+
+
+def test_pictures_survive_the_round_trip():
+    """Every 8-bit value, exactly: 0.999 * 255 truncated instead of rounded loses one."""
+    ramp = torch.arange(256, dtype=torch.uint8).repeat(3, 2, 1).movedim(0, 2)
+    images = [Image.fromarray(ramp.numpy()), Image.fromarray(ramp.flip(1).contiguous().numpy())]
+    tensor = grpo.pil_to_tensor(images)
+    assert tensor.shape == (2, 3, 2, 256) and tensor.min() == 0 and tensor.max() == 1
+    assert [i.tobytes() for i in grpo.tensor_to_pil(tensor)] == [i.tobytes() for i in images]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Rewards
+
+
+def test_color_reward():
+    images = [Image.new("RGB", (4, 4), c) for c in ("red", "red", (255, 153, 0), "black")]
+    prompts = ["A RED thing", "a blue thing", "an orange one", "nothing named"]
+    assert grpo.reward_color(images, prompts) == pytest.approx([1., 1 / 3, 1., 0.])
+
+
+def test_jpeg_and_mse_rewards():
+    """Flat compresses better than noise; equal is 0 and black to white is -1, at any size and mode of the target."""
+    flat, noise = Image.new("RGB", (32, 32)), Image.effect_noise((32, 32), 99).convert("RGB")
+    low, high = grpo.reward_jpeg([noise, flat], ["", ""])
+    assert 0 < high - low and high < 1
+    white = Image.new("RGB", (8, 8), "white")
+    assert grpo.reward_mse([flat, flat], ["", ""], [flat, white]) == [0., -1.]
+
+
+def test_weighted_rewards_keep_their_components():
+    image = Image.new("RGB", (8, 8), "red")
+    weights = grpo.parse_reward("color=1, jpeg=0.5")
+    total, parts = grpo.compute_rewards([image] * 2, ["red", "blue"], [None] * 2, weights)
+    assert weights == {"color": 1., "jpeg": .5} and set(parts) == {"color", "jpeg"}
+    assert torch.allclose(total, parts["color"] + 0.5 * parts["jpeg"]) and grpo.parse_reward("jpeg") == {"jpeg": 1.}
+
+
+def test_prompts_file(tmp_path):
+    """Comments and blank lines are skipped; a target is found beside the file, whatever the working directory."""
+    Image.new("L", (3, 3)).save(tmp_path / "t.png")
+    (tmp_path / "p.txt").write_text("# no\n\n  a red fox\ta.png\n".replace("a.png", "t.png") + "plain\n")
+    prompts, targets = grpo.load_prompts(tmp_path / "p.txt", need_targets=False)
+    assert prompts == ["a red fox", "plain"] and targets[0].mode == "RGB" and targets[1] is None
+
+
+def test_shipped_prompts():
+    """About 40, each naming one colour of the reward, every colour in the sample grid, many with words to draw."""
+    prompts, _ = grpo.load_prompts(HERE / "prompts.txt", need_targets=False)
+    named = [[w for w in re.findall("[a-z]+", p.lower()) if w in grpo.COLORS] for p in prompts]
+    assert 35 <= len(prompts) <= 45 and all(len(words) == 1 for words in named)
+    assert {words[0] for words in named[:8]} == set(grpo.COLORS) and sum('"' in p for p in prompts) >= 15
+
+
+# ------------------------------------------------------------------------------------------------------------
+# GLM-Image: positions, log-probs, sampling, painting
+
+
+def test_positions_are_those_of_the_docstring():
+    rows = re.findall(r"[thw]:((?:\s+\d+)+)", grpo.build_position_ids.__doc__)
+    expected = torch.tensor([[int(n) for n in row.split()] for row in rows])
+    got = grpo.build_position_ids(torch.tensor([[0, 1, 1, 1]]), [(1, 2), (2, 2)])
+    assert expected.shape == (3, 10) and torch.equal(got[:, 0], expected)
+
+
+@pytest.mark.parametrize("height, width", [(128, 128), (128, 64), (64, 192)])
+def test_positions_are_those_of_transformers(height, width):
+    """The library computes the same inside `generate`; here it is the independent witness."""
+    wrapper = make_wrapper(height, width)
+    ids, mask, grids = wrapper.encode(PROMPTS)
+    large_first = torch.tensor([[1, *grid] for grid in reversed(grids)] * 2)
+    prompt, _ = wrapper.ar.model.get_rope_index(ids, large_first, torch.tensor([2, 2]), mask)
+    grid = wrapper.ar.model._cached_decode_position_ids.movedim(1, 0)[:, :, :-1]    # the last one is for EOS
+    assert (mask == 0).any() and torch.equal(grpo.build_position_ids(mask, grids), torch.cat([prompt, grid], 2))
+
+
+def test_number_of_tokens_of_the_real_processor():
+    """512 draws 256 + 256 tokens, 1024 draws 256 + 1024: the toy's smaller draft is the toy's alone."""
+    wrapper = make_wrapper(512, 512)
+    del wrapper.pipe.processor._get_target_shape
+    assert wrapper.encode(["red"])[2] == [[16, 16], [16, 16]]
+    wrapper.height = wrapper.width = 1024
+    assert wrapper.encode(["red"])[2] == [[16, 16], [32, 32]]
+
+
+def test_prompts_are_encoded_as_the_pipeline_does(wrapper, monkeypatch):
+    """What the stock pipeline hands to `generate` is what we hand to the language model."""
+    class Caught(Exception):
+        pass
+
+    def generate(**inputs):
+        raise Caught(inputs)
+
+    monkeypatch.setattr(wrapper.ar, "generate", generate)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        with pytest.raises(Caught) as caught:
+            wrapper.pipe.generate_prior_tokens(prompts, wrapper.height, wrapper.width)
+        stock, (ids, mask, grids) = caught.value.args[0], wrapper.encode(prompts)
+        assert torch.equal(stock["input_ids"], ids) and torch.equal(stock["attention_mask"], mask)
+        assert stock["image_grid_thw"][:2, 1:].tolist() == grids[::-1]
+
+
+def test_sampler_and_trainer_agree(wrapper, sampled):
+    """THE test: padded prompts, a grid that is not square, a temperature; the cached steps of the sampler and one
+    teacher-forced pass give the same log-probs."""
+    prompts, tokens, logprobs = sampled
+    assert tokens.shape == (6, 2 * 1 + 4 * 2) and 0 <= tokens.min() and tokens.max() < 64
+    with torch.no_grad():
+        again, entropy = wrapper.compute_logprobs(prompts, tokens)
+    assert (again - logprobs).abs().max() < 1e-5 and (0 < entropy).all() and (entropy <= math.log(64) + 1e-4).all()
+
+
+def test_naive_pass_without_positions_does_not_agree(wrapper, sampled):
+    """The trap: `model(prompt + tokens)` runs without complaint, and is wrong."""
+    prompts, tokens, logprobs = sampled
+    ids, mask, _ = wrapper.encode(prompts)
+    with torch.no_grad():
+        logits = wrapper.ar(input_ids=torch.cat([ids, tokens], 1),
+                            attention_mask=F.pad(mask, (0, tokens.shape[1]), value=1)).logits
+    naive = grpo.compute_policy_logprobs(logits[:, ids.shape[1] - 1:-1], wrapper.temperature, 64)
+    assert (naive.gather(2, tokens[:, :, None])[:, :, 0] - logprobs).abs().max() > 1e-2
+
+
+def test_log_probs_are_those_of_transformers_own_decoding(wrapper, sampled):
+    """Step by step through the public `forward`, which brings positions of its own: a second way to every number."""
+    prompts, tokens, logprobs = sampled
+    for row in (0, 5):
+        ids, mask, grids = wrapper.encode([prompts[row]])
+        out = wrapper.ar(input_ids=ids, attention_mask=mask, use_cache=True, images_per_sample=torch.tensor([2]),
+                         image_grid_thw=torch.tensor([[1, *grid] for grid in reversed(grids)]))
+        for i, token in enumerate(tokens[row]):
+            logp = grpo.compute_policy_logprobs(out.logits[0, -1], wrapper.temperature, 64)[token]
+            assert abs(logp - logprobs[row, i]) < 1e-5
+            mask = F.pad(mask, (0, 1), value=1)
+            out = wrapper.ar(input_ids=token.view(1, 1), attention_mask=mask, past_key_values=out.past_key_values,
+                             use_cache=True)
+
+
+def test_a_batch_is_its_prompts_one_by_one(wrapper, sampled):
+    """Padding must not leak: not into the log-probs, and not into what a prompt is given to draw."""
+    prompts, tokens, logprobs = sampled
+    with torch.no_grad():
+        single = torch.cat([wrapper.compute_logprobs([p], t[None])[0] for p, t in zip(prompts, tokens)])
+    assert (single - logprobs).abs().max() < 1e-5
+    for i, prompt in enumerate(PROMPTS):
+        alone, _ = wrapper.sample([prompt], 3, seeds=[i + 1])
+        assert torch.equal(alone, tokens[3 * i:3 * i + 3])
+
+
+def test_a_seed_is_a_group_and_its_rows_differ(wrapper, sampled):
+    """The stock pipeline re-seeds on each call: a group of identical images, zero variance, nothing learned."""
+    _, tokens, _ = sampled
+    assert torch.equal(tokens, wrapper.sample(PROMPTS, 3, seeds=[1, 2])[0])
+    assert len({tuple(row) for row in tokens.tolist()}) == 6
+    assert not torch.equal(tokens, wrapper.sample(PROMPTS, 3, seeds=[1, 3])[0])
+
+
+def test_samples_follow_the_distribution():
+    """20,000 first tokens against their probabilities. Pearson's statistic over 64 codes exceeds 150 by chance
+    once in 10^8; forgetting the temperature or the log of the noise takes it far beyond."""
+    wrapper = make_wrapper(64, 64, temperature=0.5)
+    tokens, logprobs = wrapper.sample(["red"], 20000, seeds=[0])
+    ids, mask, grids = wrapper.encode(["red"])
+    with torch.no_grad():
+        hidden = wrapper.forward(ids, mask, grpo.build_position_ids(mask, grids)[:, :, :ids.shape[1]])[:, -1]
+        expected = 20000 * wrapper.policy(hidden)[0].exp()
+    counts = tokens[:, 0].bincount(minlength=64)
+    assert ((counts - expected) ** 2 / expected).sum() < 150
+
+
+def test_images_come_from_the_large_tokens_and_the_noise_of_the_group(wrapper, sampled):
+    """Same tokens, same group: same image. The draft is not painted; another seed is another noise."""
+    _, tokens, _ = sampled
+    same = tokens[:1].repeat(4, 1)
+    same[1, :2] = (same[1, :2] + 1) % 64        # another draft
+    a, b, c, d = [image.tobytes() for image in wrapper.decode(PROMPTS, same, seeds=[1, 2])]
+    assert a == b and c == d and a != c
+    same[1, 2:] = (same[1, 2:] + 1) % 64        # another large grid
+    assert wrapper.decode(PROMPTS, same, seeds=[1, 2])[1].tobytes() != a
+
+
+def test_painting_is_that_of_the_stock_pipeline(wrapper, sampled):
+    """Given the tokens and the noise, `GlmImagePipeline` itself draws the same picture, row by row."""
+    _, tokens, _ = sampled
+    image = wrapper.decode(PROMPTS[:1], tokens[:1], seeds=[7])[0]
+    codes = wrapper.pipe._upsample_token_ids(tokens[:1, 2:], 4, 2)
+    noise = torch.randn(1, 3, 16, 8, generator=torch.Generator().manual_seed(7))
+    stock = wrapper.pipe(PROMPTS[0], prior_token_ids=codes, latents=noise, height=128, width=64,
+                         num_inference_steps=20, guidance_scale=1.5).images[0]
+    assert image.size == (64, 128) and image.tobytes() == stock.tobytes()
+
+
+def test_generate_with_tracking(wrapper, sampled):
+    images, tokens, logprobs = wrapper.generate_with_tracking(PROMPTS, 3, seeds=[1, 2])
+    assert len(images) == 6 and torch.equal(tokens, sampled[1]) and torch.equal(logprobs, sampled[2])
+
+
+def test_a_saved_pipeline_is_the_same_policy(tmp_path, wrapper, sampled):
+    """--model DIR: the toy through `save_pretrained` and back scores the same tokens the same."""
+    wrapper.pipe.save_pretrained(tmp_path)
+    loaded = grpo.GLMImageWrapper.from_pretrained(tmp_path, height=128, width=64, temperature=0.9)
+    loaded.pipe.processor._get_target_shape = wrapper.pipe.processor._get_target_shape   # the toy's draft is not saved
+    assert torch.equal(loaded.compute_logprobs(sampled[0], sampled[1])[0], wrapper.compute_logprobs(*sampled[:2])[0])
+
+
+def test_the_toy_is_deterministic():
+    states = [grpo.make_tiny_pipeline(3, warmup_steps=2).vision_language_encoder.state_dict() for _ in range(2)]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+# ------------------------------------------------------------------------------------------------------------
+# LoRA
+
+
+def perturb(lora):
+    torch.manual_seed(5)
+    for parameter in lora.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+
+
+def test_lora_starts_as_the_identity_and_switches_off_exactly(sampled):
+    """The reference policy is the model with its adapters off: bit for bit, or the KL is of something else."""
+    wrapper = make_wrapper()
+    base = wrapper.compute_logprobs(*sampled[:2])[0]
+    lora = grpo.LoRA(wrapper.ar, rank=4, alpha=8)
+    assert torch.equal(wrapper.compute_logprobs(*sampled[:2])[0], base)
+    perturb(lora)
+    assert (wrapper.compute_logprobs(*sampled[:2])[0] - base).abs().max() > 1e-2
+    with lora.disabled():
+        assert torch.equal(wrapper.compute_logprobs(*sampled[:2])[0], base)
+    assert (wrapper.compute_logprobs(*sampled[:2])[0] - base).abs().max() > 1e-2
+
+
+def test_only_the_adapters_train(sampled):
+    """Six projections a layer, A and B each, in the language model alone; everything else is frozen and still."""
+    wrapper = make_wrapper()
+    lora = grpo.LoRA(wrapper.ar, rank=4, alpha=8)
+    perturb(lora)
+    wrapper.compute_logprobs(*sampled[:2])[0].sum().backward()
+    assert len(lora) == 2 * 6 * 2 and all(p.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in lora.parameters())
+    assert not any("visual" in key for key in lora)
+    for part in (wrapper.ar, wrapper.pipe.transformer, wrapper.pipe.vae, wrapper.pipe.text_encoder):
+        assert not part.training and all(not p.requires_grad and p.grad is None for p in part.parameters())
+
+
+def test_adapter_equals_a_merge_by_hand_and_round_trips(tmp_path, sampled):
+    wrapper = make_wrapper()
+    lora = grpo.LoRA(wrapper.ar, rank=4, alpha=8)
+    perturb(lora)
+    with_adapter = wrapper.compute_logprobs(*sampled[:2])[0]
+    lora.save(tmp_path, "tiny")
+    merged = make_wrapper()
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    for key in [key for key in weights if "lora_A" in key]:
+        linear = merged.ar.get_submodule(key.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+        linear.weight.data += 8 / 4 * weights[key.replace("lora_A", "lora_B")] @ weights[key]
+    assert (merged.compute_logprobs(*sampled[:2])[0] - with_adapter).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("how", ["peft", "transformers"])
+def test_adapter_loads_elsewhere(tmp_path, sampled, how):
+    """The folder a run leaves is what peft and transformers read: the same log-probs come out."""
+    peft = pytest.importorskip("peft")
+    wrapper = make_wrapper()
+    lora = grpo.LoRA(wrapper.ar, rank=4, alpha=8)
+    perturb(lora)
+    lora.save(tmp_path, "tiny")
+    other = make_wrapper()
+    if how == "peft":
+        other.ar = peft.PeftModel.from_pretrained(other.ar, str(tmp_path)).base_model.model
+    else:
+        other.ar.load_adapter(str(tmp_path))
+    gap = (other.compute_logprobs(*sampled[:2])[0] - wrapper.compute_logprobs(*sampled[:2])[0]).abs().max()
+    assert gap < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The trainer
+
+
+def gradients(trainer, rollout):
+    trainer.train_step(*rollout)
+    return torch.cat([p.grad.flatten() for p in trainer.lora.parameters()])
+
+
+@pytest.mark.parametrize("argv", [[], ["--importance", "sequence", "--scale-rewards", "none"]])
+def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, argv):
+    """nanochat's and others' does: each micro-batch was averaged on its own, or the last one counted alone."""
+    trainer = make_trainer(tmp_path, "--lr", "0", "--max-grad-norm", "1e9", *argv)
+    perturb(trainer.lora)
+    *rollout, _ = trainer.rollout()
+    grads = []
+    for size in (1, 2, 8):
+        trainer.args.micro_batch_size = size
+        grads.append(gradients(trainer, rollout))
+    assert grads[0].abs().max() > 1e-4
+    assert all(torch.allclose(g, grads[2], rtol=1e-4, atol=1e-6) for g in grads)
+
+
+def test_ratio_is_one_until_the_first_update(tmp_path):
+    """With one update per rollout old is new: exactly 1. With two, the second sees a policy that has moved."""
+    trainer = make_trainer(tmp_path, "--lr", "0.01")
+    *rollout, _ = trainer.rollout()
+    once = trainer.train_step(*rollout)
+    assert once["ratio_max"] == once["ratio_mean"] == 1 and once["kl"] == 0 and once["sampler_gap"] < 1e-5
+    trainer.args.num_iterations = 2
+    *rollout, _ = trainer.rollout()
+    twice = trainer.train_step(*rollout)
+    assert twice["ratio_max"] > 1.001 and twice["kl"] > 0 and twice["sampler_gap"] < 1e-5
+
+
+def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path, monkeypatch):
+    """A reward that reads the prompt must meet the image of that prompt: p0 p0 .. p1 p1 .. through all of it."""
+    trainer = make_trainer(tmp_path)
+    seen = {}
+
+    def spy(images, prompts, targets):
+        seen.update(images=images, prompts=prompts)
+        return torch.arange(len(images))
+
+    monkeypatch.setitem(grpo.REWARDS, "color", spy)
+    queue = torch.randperm(3, generator=torch.Generator().manual_seed(trainer.args.seed)).tolist()
+    prompts, tokens, logprobs, advantages, metrics = trainer.rollout()
+    assert prompts == seen["prompts"] == [trainer.prompts[i] for i in queue[:2] for _ in range(4)]
+    assert torch.equal(advantages, grpo.compute_advantages(torch.arange(8.), 4))
+    with torch.no_grad():
+        again, _ = trainer.wrapper.compute_logprobs(prompts, tokens)
+    assert (again - logprobs).abs().max() < 1e-5 and metrics["reward"] == 3.5 and metrics["frac_zero_std"] == 0
+
+
+def test_resume_is_bit_for_bit(tmp_path):
+    """4 steps = 2 steps, a new process, 2 steps: weights, Adam's moments, data order, metrics. The extra line
+    stands for steps logged after the checkpoint was written: they are run again and must not be there twice."""
+    straight = make_trainer(tmp_path / "a")
+    straight.train()
+    first = make_trainer(tmp_path / "b", "--steps", "2")
+    first.train()
+    with open(tmp_path / "b/metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "reward": 99.0}\n')
+    torch.manual_seed(99)       # a new process has another random state
+    second = make_trainer(tmp_path / "b")
+    second.load_checkpoint(tmp_path / "b/checkpoint.pt")
+    second.train()
+    for a, b in zip(straight.lora.parameters(), second.lora.parameters()):
+        assert torch.equal(a, b) and a.abs().sum() > 0
+    rows = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()] for run in "ab"]
+    assert [row["step"] for row in rows[1]] == [1, 2, 3, 4]
+    same = ("loss", "reward", "grad_norm", "kl", "entropy")
+    assert [[row[key] for key in same] for row in rows[0]] == [[row[key] for key in same] for row in rows[1]]
+    assert (tmp_path / "a/samples/step_00004.png").read_bytes() == (tmp_path / "b/samples/step_00004.png").read_bytes()
+
+
+def test_a_checkpoint_is_data_and_never_code(tmp_path):
+    """A pickle that would create a file when loaded is refused, and creates none."""
+    class Bomb:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "owned",)
+
+    trainer = make_trainer(tmp_path)
+    torch.save({"step": 1, "adapter": Bomb()}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError):
+        trainer.load_checkpoint(tmp_path / "checkpoint.pt")
+    assert not (tmp_path / "owned").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The command
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """The README's command, as a user runs it: its own process, another working directory, every default."""
+    folder = tmp_path_factory.mktemp("run")
+    command = [sys.executable, str(HERE / "grpo.py"), "--group-size", "4", "--model", "tiny", "--out", "out"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "out", done.stdout
+
+
+METRICS = """step loss reward reward_std reward/color frac_zero_std kl ratio_mean ratio_max clip_frac entropy grad_norm
+    sampler_gap lr sec_rollout sec_decode sec_reward sec_update tokens_per_sec peak_gib""".split()
+
+
+def test_what_a_run_leaves(run):
+    out, stdout = run
+    for name in ("args.json", "grpo.py", "metrics.jsonl", "samples/step_00000.png", "samples/step_00010.png",
+                 "samples/step_00040.png", "progress.png", "adapter/adapter_model.safetensors",
+                 "adapter/adapter_config.json", "checkpoint.pt"):
+        assert (out / name).stat().st_size > 0, name
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 41)) and all(set(METRICS) <= set(row) for row in rows)
+    assert (out / "grpo.py").read_bytes() == (HERE / "grpo.py").read_bytes()
+    assert stdout.startswith("model: tiny") and "progress.png" in stdout and "load_adapter" in stdout
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    assert {"adapter", "optimizer", "step", "rng", "args"} <= set(state) and state["step"] == 40
+
+
+def test_it_learns(run):
+    """The promise of the README: the last five steps beat the first five by far more than luck."""
+    rewards = [json.loads(line)["reward"] for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.15
+
+
+def test_every_fixed_prompt_gets_closer_to_its_colour(run):
+    """Read from the pictures themselves, not from the log: each cell of the grid, before and after."""
+    prompts, _ = grpo.load_prompts(HERE / "prompts.txt", need_targets=False)
+    sheets = [Image.open(run[0] / "samples" / name) for name in ("step_00000.png", "step_00040.png")]
+    for i, prompt in enumerate(prompts[:8]):
+        x, y = i % 4 * 128 + 2, i // 4 * 148 + 2
+        before, after = grpo.reward_color([sheet.crop((x, y, x + 124, y + 124)) for sheet in sheets], [prompt] * 2)
+        assert after > before, prompt
+
+
+def test_resume_from_the_command_line(run, monkeypatch, capsys):
+    """--resume takes every setting from the folder; a finished run has nothing left to do and says so."""
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: make_wrapper().pipe)
+    before = (run[0] / "metrics.jsonl").read_text()
+    args = grpo.parse_args(["--resume", str(run[0])])
+    assert args.group_size == 4 and args.reward == {"color": 1.0} and args.size == [128, 128]
+    grpo.main(["--resume", str(run[0]), "--steps", "41", "--decode-steps", "1"])
+    after = (run[0] / "metrics.jsonl").read_text()
+    assert after.startswith(before) and json.loads(after.splitlines()[-1])["step"] == 41
+
+
+BAD = [
+    (["--prompts", "missing.txt"], "missing.txt"), (["--prompts", "empty.txt"], "holds no prompt"),
+    (["--prompts", "comments.txt"], "holds no prompt"), (["--prompts", "."], "directory"),
+    (["--prompts", "latin1.txt"], "utf-8"), (["--group-size", "1"], "--group-size"),
+    (["--group-size", "four"], "--group-size"), (["--size", "100"], "multiples of 32"), (["--size", "0"], "32"),
+    (["--size", "64x"], None), (["--size", "big"], "--size"), (["--reward", "beauty"], "color, jpeg, mse"),
+    (["--reward", "color=much"], "--reward"), (["--reward", "color=nan"], "--reward"), (["--reward", ""], "--reward"),
+    (["--reward", "mse"], "target"), (["--model", "folder"], "--model tiny"),
+    (["--model", "no-such/model"], "--model tiny"), (["--resume", "folder"], "args.json"),
+    (["--resume", "broken"], "broken"), (["--out", "empty.txt/run"], "empty.txt"), (["--out", "broken"], "--resume"),
+    (["--micro-batch-size", "5"], "micro-batches"), (["--lr", "nan"], "--lr"), (["--lr", "-1"], "--lr"),
+    (["--clip-range", "inf"], "--clip-range"), (["--temperature", "0"], "--temperature"), (["--steps", "0"], "--steps"),
+    (["--lora-rank", "0"], "--lora-rank"), (["--scale-rewards", "std"], "--scale-rewards"), (["--grop-size", "4"], "--grop"),
+]
+
+
+@pytest.mark.parametrize("argv, word", [case for case in BAD if case[1]], ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_bad_input_gets_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, argv, word):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "comments.txt").write_text("# only\n\n")
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9\n")
+    (tmp_path / "folder").mkdir()
+    trainer = make_trainer(tmp_path / "broken")
+    (tmp_path / "broken/args.json").write_text(json.dumps(vars(trainer.args)))
+    (tmp_path / "broken/checkpoint.pt").write_bytes(b"no checkpoint")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: make_wrapper().pipe)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        grpo.main(["--model", "tiny", *argv] if "--model" not in argv and "--resume" not in argv else argv)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("grpo.py: error: ") and word in lines[0]
+    assert sorted(tmp_path.rglob("*")) == before        # nothing is written before all is known to be good
+
+
+def test_readme_and_flags_agree():
+    """Every flag in the README exists, and every flag is in the README."""
+    flags = set(re.findall(r'add\("(--[a-z-]+)"', (HERE / "grpo.py").read_text())) | {"--help"}
+    mentioned = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", (HERE / "README.md").read_text()))
+    assert mentioned - flags == set() and flags - mentioned - {"--help"} == set()
