@@ -22,9 +22,9 @@ Left out on purpose: padding, end-of-sequence logic and loss masks (the image si
 tokens); a second model as reference (it is the policy with its adapters off); a value network; training the
 DiT; guidance for the AR half (the model is used without); image-to-image.
 
-    python grpo.py --group-size 4                          # no GPU: a toy GLM-Image learns colours in a minute
-    python grpo.py --model zai-org/GLM-Image --size 512    # the real one, on a large GPU
-    python grpo.py --resume runs/20260131-120000           # go on with a run, bit for bit
+    python grpo.py --group-size 4                         # no GPU: a toy GLM-Image learns colours in a minute
+    python grpo.py --model zai-org/GLM-Image --size 512   # the real one, on a large GPU
+    python grpo.py --resume runs/20260131-120000          # go on with a run, bit for bit
 
 Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., B some of them,
       L prompt tokens (padded on the left), T image tokens, V codes in the codebook, D width of a model.
@@ -46,8 +46,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
-# ------------------------------------------------------------------------------------------------------------
-# The maths: pure functions of tensors
+# --- The maths: pure functions of tensors -------------------------------------------------------------------
 
 def compute_advantages(rewards, group_size, scale="group"):
     """How much better each sample is than its group: rewards [N], ordered by group -> advantages [N], fp32.
@@ -78,15 +77,15 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     """PPO's clipped surrogate plus a price for leaving the reference -> (loss, metrics as plain floats).
 
         ratio = exp(new - old)
-        loss  = -mean(min(ratio * A, clip(ratio, 1 - clip_range, 1 + clip_range_high) * A)) + kl_coef * mean(k3)
-        k3    = exp(ref - new) - (ref - new) - 1      unbiased for the KL, never negative (Schulman, 2020)
+        loss = -mean(min(ratio * A, clip(ratio, 1 - clip_range, 1 + clip_range_high) * A)) + kl_coef * mean(k3)
+        k3 = exp(ref - new) - (ref - new) - 1       unbiased for the KL and never negative (Schulman, 2020)
 
     Log-probs are [N] (of sequences) or [N, T] (of tokens), advantages [N]; only new_logprobs gets a gradient.
     clip_range_high above clip_range is DAPO's clip-higher (arXiv 2503.14476); importance="sequence" is GSPO's
     one ratio a sequence, from the mean log-prob (2507.18071).
 
-    Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert and
-    the loss is minus the mean advantage, 0. Its gradient is not: it is that of -mean(A * new), REINFORCE.
+    Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert
+    and the loss is minus the mean advantage, 0. Its gradient is not: it is REINFORCE's, of -mean(A * new).
     """
     new, old = new_logprobs.float(), old_logprobs.detach().float()                  # [N] or [N, T]
     A = advantages.detach().float().view(-1, *[1] * (new.ndim - 1))                 # [N] or [N, 1]
@@ -107,9 +106,9 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     return loss, dict(zip(("loss", "policy_loss", "kl", "ratio_mean", "ratio_max", "clip_frac"), values))
 
 def compute_policy_logprobs(logits, temperature, codebook_size):
-    """log pi(code), THE distribution of the policy: sampler and trainer both call this, so they cannot disagree.
+    """log pi(code), THE distribution of the policy: sampler and trainer both call this and cannot disagree.
 
-    logits [..., vocab] -> [..., V] in fp32: a log-prob of -9 in bf16 is off by up to 0.03, and so is the ratio.
+    logits [..., vocab] -> [..., V] in fp32: a log-prob of -9 in bf16 is off by up to 0.03, so the ratio too.
     The outputs behind the codebook (image start, image end, spares) are nothing the DiT could paint.
     """
     return F.log_softmax(logits[..., :codebook_size].float() / temperature, dim=-1)
@@ -123,16 +122,16 @@ def tensor_to_pil(tensor):
     array = (tensor.float().clamp(0, 1) * 255).round().byte().movedim(1, -1).cpu().numpy()
     return [Image.fromarray(image) for image in array]
 
-# ------------------------------------------------------------------------------------------------------------
-# Rewards: fn(images: list[PIL.Image], prompts: list[str], targets: list[PIL.Image or None]) -> N floats, higher
-# is better. Nothing is differentiated, so any function will do: write one and name it in REWARDS.
+# --- Rewards -----------------------------------------------------------------------------------------------
+# fn(images: list[PIL.Image], prompts: list[str], targets: list[PIL.Image or None]) -> N floats, higher is
+# better. Nothing is differentiated, so any function will do: write one and name it in REWARDS.
 
 COLORS = {"red": (1, 0, 0), "orange": (1, .6, 0), "yellow": (1, 1, 0), "green": (0, 1, 0), "blue": (0, 0, 1),
           "purple": (.6, 0, 1), "white": (1, 1, 1), "black": (0, 0, 0)}
 
 def reward_color(images, prompts, targets=None):
-    """1 - |mean colour of the image - first colour word of the prompt|, averaged over r, g, b: 0..1.
-    A prompt without a colour word gets 0 for every sample: a group of equal rewards, which teaches nothing."""
+    """1 - |mean colour of the image - first colour word of the prompt|, averaged over r, g, b: 0..1. Without
+    a colour word every sample gets 0: a group of equal rewards, which teaches nothing."""
     words = [next((w for w in re.findall("[a-z]+", p.lower()) if w in COLORS), None) for p in prompts]
     means = [pil_to_tensor([image]).mean((0, 2, 3)) for image in images]            # N of [3]
     return [1 - (m - torch.tensor(COLORS[w])).abs().mean().item() if w else 0. for m, w in zip(means, words)]
@@ -156,8 +155,7 @@ def compute_rewards(images, prompts, targets, weights):
     components = {k: torch.as_tensor(REWARDS[k](images, prompts, targets)).float() for k in weights}
     return sum(weights[k] * values for k, values in components.items()), components
 
-# ------------------------------------------------------------------------------------------------------------
-# LoRA (arXiv 2106.09685): the weights that are trained
+# --- LoRA (arXiv 2106.09685): the weights that are trained --------------------------------------------------
 
 # Attention and MLP of the AR language model. The vision tower has layers of the same names: not those.
 LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)"
@@ -165,8 +163,8 @@ LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp
 class LoRA(nn.ParameterDict):
     """W x becomes W x + alpha / rank * B A x, W frozen and B = 0 at first, so that at first nothing changes.
 
-    Forward hooks add the low-rank part; the base model itself stays as it was. The parameters are fp32,
-    A [rank, in] and B [out, rank]: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight.
+    Forward hooks add the low-rank part; the base model itself stays as it was. The parameters are fp32:
+    a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight as before.
     """
 
     def __init__(self, model, rank, alpha):
@@ -174,10 +172,11 @@ class LoRA(nn.ParameterDict):
         self.rank, self.alpha, self.enabled = rank, alpha, True
         for name, linear in list(model.named_modules()):
             if re.fullmatch(LORA_TARGETS, name):
-                key, device = name.replace(".", "/"), linear.weight.device      # no dots in a parameter's name
-                A = torch.empty(rank, linear.in_features, device=device)            # [rank, in]
-                self[key + "/lora_A/weight"] = nn.Parameter(nn.init.kaiming_uniform_(A, a=math.sqrt(5)))
-                self[key + "/lora_B/weight"] = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
+                key = name.replace(".", "/")        # a parameter's name has no dots
+                A, B = torch.empty(rank, linear.in_features), torch.zeros(linear.out_features, rank)
+                nn.init.kaiming_uniform_(A, a=math.sqrt(5))
+                self[key + "/lora_A/weight"] = nn.Parameter(A.to(linear.weight.device))     # [rank, in]
+                self[key + "/lora_B/weight"] = nn.Parameter(B.to(linear.weight.device))     # [out, rank]
                 linear.register_forward_hook(partial(self.add_low_rank, key))
 
     def add_low_rank(self, key, linear, inputs, output):
@@ -200,43 +199,42 @@ class LoRA(nn.ParameterDict):
         os.makedirs(folder, exist_ok=True)
         weights = {"base_model.model." + k.replace("/", "."): v.detach().cpu() for k, v in self.items()}
         save_file(weights, f"{folder}/adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "target_modules": LORA_TARGETS,
-                  "base_model_name_or_path": base_model, "bias": "none", "inference_mode": True}
+        config = {"peft_type": "LORA", "base_model_name_or_path": base_model, "target_modules": LORA_TARGETS,
+                  "r": self.rank, "lora_alpha": self.alpha, "bias": "none", "inference_mode": True}
         Path(folder, "adapter_config.json").write_text(json.dumps(config, indent=2))
 
-# ------------------------------------------------------------------------------------------------------------
-# GLM-Image: prompt -> tokens -> image, with the log-probs GRPO needs
+# --- GLM-Image: prompt -> tokens -> image, with the log-probs GRPO needs ------------------------------------
 
 def build_position_ids(attention_mask, grids):
     """Positions (t, h, w) of prompt and image tokens: mask [B, L], grids of T cells in all -> [3, B, L + T].
 
-    Text counts up in all three. A grid holds t still and counts its rows in h and its columns in w; what follows
-    starts max(h, w) further on. One padding and three prompt tokens, a draft of 1 x 2, a large grid of 2 x 2:
+    Text counts up in all three. A grid holds t still and counts its rows in h and its columns in w; what comes
+    next starts max(h, w) further on. A padded prompt of 3, a draft of 1 x 2 and a large grid of 2 x 2:
 
               pad  prompt    draft   large
          t:    1   0  1  2   3  3    5  5  5  5
          h:    1   0  1  2   3  3    5  5  6  6
          w:    1   0  1  2   3  4    5  6  5  6
 
-    The trap: `transformers` knows them in `generate` only. Leave them out of a plain forward pass and the model
-    reads the image as a line of text, without any error, and every log-prob is wrong.
+    The trap: `transformers` applies them in `generate` only. A plain forward pass takes the image for a line
+    of text, without any error, and every log-prob is wrong.
     """
     text = (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, 1)       # [B, L]
     parts, start = [text.expand(3, -1, -1)], attention_mask.sum(1)[:, None]         # start [B, 1]
     for h, w in grids:
-        cells = torch.cartesian_prod(torch.arange(1), torch.arange(h), torch.arange(w))      # [h * w, 3]
-        parts.append(start + cells.T[:, None].to(start.device))              # [3, B, h * w]
+        cells = torch.cartesian_prod(torch.arange(1), torch.arange(h), torch.arange(w)) # [h * w, 3]
+        parts.append(start + cells.T[:, None].to(start.device))                     # [3, B, h * w]
         start = start + max(h, w)
     return torch.cat(parts, dim=2)
 
 class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy. For another autoregressive image model, write a class that has `ar`, the
-    module LoRA goes into, and the methods below; nothing else in this file changes.
+    """A `GlmImagePipeline` as a policy: `ar`, the part LoRA trains, `sample`, `compute_logprobs`, `decode`.
+    Another autoregressive image model needs a class with these four; nothing else in this file changes.
 
     height, width: pixels. temperature: None is the model's own. decode_steps, guidance: of the DiT.
     """
 
-    def __init__(self, pipe, height=512, width=512, temperature=None, decode_steps=20, guidance=1.5, device="cpu"):
+    def __init__(self, pipe, height, width, temperature=None, decode_steps=20, guidance=1.5, device="cpu"):
         self.pipe, self.ar, self.device = pipe.to(device), pipe.vision_language_encoder, device
         self.height, self.width, self.decode_steps, self.guidance = height, width, decode_steps, guidance
         self.temperature = temperature or self.ar.generation_config.temperature or 1.0
@@ -256,16 +254,18 @@ class GLMImageWrapper:
     def encode(self, prompts):
         """The pipeline's own prompt format -> ids [B, L], mask [B, L], grids [draft (h, w), large (h, w)]."""
         chats = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
-        options = dict(target_h=self.height, target_w=self.width, padding=len(prompts) > 1, padding_side="left")
+        sizes = dict(target_h=self.height, target_w=self.width)
         inputs = self.pipe.processor.apply_chat_template(
-            chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=options).to(self.device)
-        large, draft = inputs["image_grid_thw"][:2, 1:].tolist()    # listed large first, but written draft first
+            chats, tokenize=True, return_dict=True, return_tensors="pt",
+            processor_kwargs={**sizes, "padding": len(prompts) > 1, "padding_side": "left"}).to(self.device)
+        large, draft = inputs["image_grid_thw"][:2, 1:].tolist()    # listed large first, written draft first
         return inputs["input_ids"], inputs["attention_mask"], [draft, large]
 
     def forward(self, ids, mask, position_ids, cache=None):
-        """-> hidden [B, L, D]. Not through the classes around the language model: they keep positions of their own."""
-        return self.ar.model.language_model(input_ids=ids, attention_mask=mask, position_ids=position_ids,
-                                            past_key_values=cache, use_cache=cache is not None).last_hidden_state
+        """-> hidden [B, L, D], past the outer classes of the model, which keep positions of their own."""
+        return self.ar.model.language_model(
+            input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
+            use_cache=cache is not None).last_hidden_state
 
     def policy(self, hidden):
         return compute_policy_logprobs(self.ar.lm_head(hidden), self.temperature, self.codebook_size)
@@ -274,16 +274,16 @@ class GLMImageWrapper:
     def sample(self, prompts, group_size, seeds):
         """P prompts and a seed for each -> tokens [N, T], logprobs [N, T]; all N rows grow in one batch.
 
-        The model writes a small draft of the image first, then the large grid. Only the large grid is painted,
-        but both are actions of the policy. Stock `generate` cannot be used: with several sequences per prompt it
-        mixes up the grids, it may end early, and it keeps 50 codes unless told otherwise.
+        The model writes a small draft of the image, then the large grid; only the large grid is painted, but
+        both are actions. Stock `generate` would not do: asked for several sequences it mixes up the grids, it
+        may end early, and unless told otherwise it draws from the 50 likeliest codes alone.
         """
         ids, mask, grids = self.encode(prompts)                                     # [P, L]
         position_ids, L = build_position_ids(mask, grids), ids.shape[1]             # [3, P, L + T]
         cache = transformers.DynamicCache(config=self.ar.config.text_config)
         hidden = self.forward(ids, mask, position_ids[:, :, :L], cache)[:, -1:]     # [P, 1, D]
         cache.batch_repeat_interleave(group_size)       # each prompt is read once and serves its whole group
-        hidden, mask = (x.repeat_interleave(group_size, 0) for x in (hidden, mask))         # [N, 1, D], [N, L]
+        hidden, mask = (x.repeat_interleave(group_size, 0) for x in (hidden, mask)) # [N, 1, D], [N, L]
         position_ids = position_ids.repeat_interleave(group_size, 1)                # [3, N, L + T]
         mask = F.pad(mask, (0, position_ids.shape[2] - L), value=1)                 # [N, L + T]
         # argmax(p / Exponential(1)) draws from p (the Gumbel-max trick). Every prompt has its own stream of
@@ -293,11 +293,11 @@ class GLMImageWrapper:
         tokens, logprobs = [], []
         for i in range(L, position_ids.shape[2]):
             if tokens:
-                hidden = self.forward(tokens[-1], mask[:, :i], position_ids[:, :, i - 1:i], cache)  # [N, 1, D]
+                hidden = self.forward(tokens[-1], mask[:, :i], position_ids[:, :, i - 1:i], cache)
             logp = self.policy(hidden[:, -1])                                       # [N, V]
             for rows, generator in zip(noise, generators):
                 rows.exponential_(generator=generator)
-            tokens.append((logp - noise.flatten(0, 1).log()).argmax(1, keepdim=True))       # [N, 1]
+            tokens.append((logp - noise.flatten(0, 1).log()).argmax(1, keepdim=True))   # [N, 1]
             logprobs.append(logp.gather(1, tokens[-1]))                             # [N, 1]
         return torch.cat(tokens, 1), torch.cat(logprobs, 1)
 
@@ -320,16 +320,16 @@ class GLMImageWrapper:
         """P prompts, tokens [N, T], a seed for each prompt -> N PIL images.
 
         The images of a group start from the same noise (as in DanceGRPO, arXiv 2505.07818) and the DiT adds
-        none, so their rewards differ because their tokens do, and not by luck. The DiT sees one group at a time:
-        prompts of different length would be padded, and it does not mask the padding.
+        none: their rewards differ because their tokens do, not by luck. One group at a time, as quoted words of
+        different length would be padded, and the DiT does not mask the padding.
         """
         h, w, scale, images = self.height // 32, self.width // 32, self.pipe.vae_scale_factor, []
         codes = tokens[:, -h * w:].view(-1, h, w).to(self.device)                   # [N, h, w]
         codes = codes.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)    # [N, 4 * h * w]
         shape = (1, self.pipe.transformer.config.in_channels, self.height // scale, self.width // scale)
         for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
-            glyphs, _ = self.pipe.encode_prompt(prompt, False, num_images_per_prompt=len(group))    # [G, any, D]
-            noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(glyphs)    # shape
+            glyphs, _ = self.pipe.encode_prompt(prompt, False, num_images_per_prompt=len(group)) # [G, any, D]
+            noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(glyphs)
             images += tensor_to_pil(self.pipe(
                 prompt_embeds=glyphs, prior_token_ids=group, latents=noise.expand(len(group), -1, -1, -1),
                 height=self.height, width=self.width, num_inference_steps=self.decode_steps,
@@ -337,40 +337,41 @@ class GLMImageWrapper:
         return images
 
     def generate_with_tracking(self, prompts, group_size, seeds=None):
-        """P prompts -> images (N of PIL), the tokens [N, T] they were painted from, and their logprobs [N, T]."""
+        """P prompts -> N PIL images, the tokens [N, T] they were painted from, and their logprobs [N, T]."""
         seeds = torch.randint(2**31, (len(prompts),)).tolist() if seeds is None else seeds
         tokens, logprobs = self.sample(prompts, group_size, seeds)
         return self.decode(prompts, tokens, seeds), tokens, logprobs
 
-# ------------------------------------------------------------------------------------------------------------
-# The tiny GLM-Image: the real classes at toy size, so that a laptop runs the code that trains the real one
+# --- The tiny GLM-Image: the real classes at toy size, so that a laptop runs the code that trains the real one --
 
-TINY_CODES = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)       # [V = 64, 3]: every code is an RGB colour
+TINY_CODES = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)   # [V = 64, 3]: each code is an RGB colour
 
 def make_tiny_pipeline(seed=0, warmup_steps=300):
-    """A `GlmImagePipeline` of 0.3 M weights, made in memory and fitted for some seconds (0 steps: left random)."""
+    """A `GlmImagePipeline` of 0.3 M weights, made in memory, fitted for seconds (0 steps: left random)."""
     torch.manual_seed(seed)
     V, start, end, pad, unk = len(TINY_CODES), "<image_start>", "<image_end>", "<pad>", "<unk>"
     words = [f"<code_{k}>" for k in range(V)] + [start, end, pad, unk, "<image>", "<sop>", "<eop>", *COLORS]
-    words = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unk)
-    text = tokenizers.Tokenizer(words)      # it knows the colours; every other word is <unk>
-    text.normalizer, text.pre_tokenizer = tokenizers.normalizers.Lowercase(), tokenizers.pre_tokenizers.Whitespace()
+    vocab = {word: i for i, word in enumerate(words)}       # it knows the colours, every other word is <unk>
+    text = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=unk))
+    text.normalizer = tokenizers.normalizers.Lowercase()
+    text.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     text = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=text, bos_token=start, eos_token=end, pad_token=pad, unk_token=unk, padding_side="left",
-        model_specific_special_tokens=dict(image_token="<image>", grid_bos_token="<sop>", grid_eos_token="<eop>"))
+        tokenizer_object=text, bos_token=start, eos_token=end, pad_token=pad, unk_token=unk,
+        padding_side="left", model_specific_special_tokens=dict(
+            image_token="<image>", grid_bos_token="<sop>", grid_eos_token="<eop>"))
     processor = transformers.GlmImageProcessor(
         GlmImageImageProcessorPil(), text, "{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
-    # GLM-Image drafts about 16 x 16 tokens whatever the size, too much noise for a toy: half the large grid here
+    # GLM-Image drafts about 16 x 16 tokens at any size, too much noise for a toy: here half the large grid
     processor._get_target_shape = lambda height, width: (height // 32, width // 32, height // 64, width // 64)
     ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
         image_token_id=V + 4, image_start_token_id=V, image_end_token_id=V + 1, text_config=dict(
-            vocab_size=text.vocab_size, vision_vocab_size=V + 8, hidden_size=64, intermediate_size=128,
+            vocab_size=len(vocab), vision_vocab_size=V + 8, hidden_size=64, intermediate_size=128,
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=V + 2,
             eos_token_id=V + 1, rope_parameters=dict(
                 rope_type="default", rope_theta=1e4, partial_rotary_factor=.5, mrope_section=[1, 1, 2])),
         vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
         vq_config=dict(embed_dim=16, num_embeddings=V, latent_channels=16)))
-    ar.model.language_model.norm.weight.data.fill_(4)       # or the frozen head could never make a code likely
+    ar.model.language_model.norm.weight.data.fill_(4)   # or the frozen head could never make a code likely
     glyphs = transformers.T5EncoderModel(transformers.T5Config(
         vocab_size=384, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
     glyphs.encoder.final_layer_norm.weight.data.zero_()     # the toy's painter ignores the quoted words
@@ -378,37 +379,40 @@ def make_tiny_pipeline(seed=0, warmup_steps=300):
         in_channels=3, out_channels=3, num_layers=1, attention_head_dim=16, num_attention_heads=4,
         text_embed_dim=32, time_embed_dim=32, condition_dim=8, prior_vq_quantizer_codebook_size=V)
     vae = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
         latent_channels=3, latents_mean=(0.,) * 3, latents_std=(1.,) * 3, block_out_channels=(8,) * 4,
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=0,
-        norm_num_groups=1, mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False)
+        layers_per_block=0, norm_num_groups=1, mid_block_add_attention=False, use_quant_conv=False,
+        use_post_quant_conv=False)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
-    pipe = diffusers.GlmImagePipeline(transformers.ByT5Tokenizer(), processor, glyphs, ar, vae, dit, scheduler)
+    pipe = diffusers.GlmImagePipeline(
+        transformers.ByT5Tokenizer(), processor, glyphs, ar, vae, dit, scheduler)
     if warmup_steps:
         warm_up(GLMImageWrapper(pipe, 128, 128), warmup_steps)
     return pipe
 
 def warm_up(wrapper, steps, batch=16):
-    """Supervised: DiT and VAE learn to paint codes, the policy gets a weak idea of colour. GRPO does the rest."""
+    """Supervised: DiT and VAE learn to paint codes, the policy gets a weak idea of colour for GRPO to improve."""
     dit, vae, ar, V = wrapper.pipe.transformer, wrapper.pipe.vae, wrapper.ar, len(TINY_CODES)
     modules = (dit, vae.decoder, ar.model.language_model, ar.lm_head)
     optimizer = torch.optim.Adam([p.requires_grad_() for module in modules for p in module.parameters()])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
     for _ in tqdm(range(steps), "warming up the toy", disable=None, leave=False):
-        # painter: flow matching in the DiT, squared error in the VAE, on mosaics whose latents are their colours
-        codes = torch.randint(V, (batch, 2, 2)).repeat_interleave(2, 1).repeat_interleave(2, 2)     # [B, 4, 4]
-        latents = F.interpolate(TINY_CODES[codes].movedim(3, 1) * 2 - 1, scale_factor=2)            # [B, 3, 8, 8]
-        noise, t = torch.randn_like(latents), torch.rand(batch)                     # t = 0: clean, 1: all noise
+        # the painter: flow matching for the DiT, squared error for the VAE, on mosaics; latents are the colours
+        codes = torch.randint(V, (batch, 2, 2)).repeat_interleave(2, 1).repeat_interleave(2, 2) # [B, 4, 4]
+        latents = F.interpolate(TINY_CODES[codes].movedim(3, 1) * 2 - 1, scale_factor=2)    # [B, 3, 8, 8]
+        noise, t = torch.randn_like(latents), torch.rand(batch)                 # t = 0: clean, 1: all noise
         glyphs = torch.zeros(batch, int(torch.randint(1, 30, ())), 32)              # [B, any, D]
         drop = (torch.rand(batch, 1) < 0.1).expand(batch, 16)       # now and then no codes, for guidance > 1
         velocity = dit(torch.lerp(latents, noise, t.view(-1, 1, 1, 1)), glyphs, codes.flatten(1), drop,
-                       t * 1000 - 1, torch.full((batch, 2), 64.), torch.zeros(batch, 2)).sample     # [B, 3, 8, 8]
+                       t * 1000 - 1, torch.full((batch, 2), 64.), torch.zeros(batch, 2)).sample # [B, 3, 8, 8]
         painted = vae.decode(latents[:4] + 0.1 * noise[:4]).sample                  # [4, 3, 64, 64]
-        # policy: a quarter of the tokens show the colour the prompt names, the others are random
+        # the policy: a quarter of the tokens show the colour the prompt names, the others are random
         names = [list(COLORS)[i] for i in torch.randint(len(COLORS), (batch,))]
-        prompts = ["a " * i + name + " thing" * j for name, (i, j) in zip(names, torch.randint(9, (batch, 2)))]
+        lengths = torch.randint(9, (batch, 2)).tolist()
+        prompts = ["a " * i + name + " thing" * j for name, (i, j) in zip(names, lengths)]
         colors = torch.tensor([COLORS[name] for name in names]).float()             # [B, 3]
         shown = torch.cdist(colors, TINY_CODES).argmin(1, keepdim=True)             # [B, 1]
-        tokens = torch.where(torch.rand(batch, 20) < 0.25, shown, torch.randint(V, (batch, 20)))    # [B, T]
+        tokens = torch.where(torch.rand(batch, 20) < 0.25, shown, torch.randint(V, (batch, 20))) # [B, T]
         loss = (F.mse_loss(velocity, noise - latents) - wrapper.compute_logprobs(prompts, tokens)[0].mean()
                 + F.mse_loss(painted, F.interpolate(latents[:4], scale_factor=8)))
         optimizer.zero_grad()
@@ -416,8 +420,7 @@ def warm_up(wrapper, steps, batch=16):
         optimizer.step()
         schedule.step()
 
-# ------------------------------------------------------------------------------------------------------------
-# Pictures
+# --- Pictures -----------------------------------------------------------------------------------------------
 
 def draw_samples(images, captions, columns=4, side=128):
     """Images in rows, a caption under each -> one PIL image."""
@@ -425,7 +428,8 @@ def draw_samples(images, captions, columns=4, side=128):
     for i, (image, caption) in enumerate(zip(images, captions)):
         x, y = i % columns * side, i // columns * (side + 20)
         sheet.paste(image.resize((side - 4, side - 4)), (x + 2, y + 2))
-        ImageDraw.Draw(sheet).text((x + side // 2, y + side + 8), caption, "black", ImageFont.load_default(11), "mm")
+        draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+        draw.text((x + side // 2, y + side + 8), caption, "black", font, "mm")
     return sheet
 
 def draw_progress(before, after, rewards):
@@ -437,46 +441,47 @@ def draw_progress(before, after, rewards):
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
     draw.line([(2 * w + 60 + 320 * i / max(1, len(rewards) - 1), h - (h - 50) * (r - low) / (high - low or 1))
                for i, r in enumerate(rewards)], "crimson", 3)
-    for x, y, text in ((w / 2, 15, "before"), (w * 1.5, 15, "now"), (2 * w + 220, 15, f"reward, {len(rewards)} steps"),
-                       (2 * w + 28, h, f"{low:.2f}"), (2 * w + 28, 50, f"{high:.2f}")):
+    for x, y, text in (
+            (w / 2, 15, "before"), (w * 1.5, 15, "now"), (2 * w + 220, 15, f"reward, {len(rewards)} steps"),
+            (2 * w + 28, h, f"{low:.2f}"), (2 * w + 28, 50, f"{high:.2f}")):
         draw.text((x, y), text, "black", font, "mm")
     return sheet
 
-# ------------------------------------------------------------------------------------------------------------
-# The trainer
+# --- The trainer --------------------------------------------------------------------------------------------
 
 class GRPOTrainer:
-    """Trains the AR half of `wrapper` on `prompts` with the settings of `parse_args`, into the folder args.out."""
+    """Trains the AR half of `wrapper` on `prompts`; args as from `parse_args`; results go to args.out."""
 
     def __init__(self, args, wrapper, prompts, targets):
         self.args, self.wrapper, self.prompts, self.targets = args, wrapper, prompts, targets
         self.out, self.step, self.queue, self.clock = Path(args.out), 0, [], 0.0
         self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha)
         self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
-        self.rng = torch.Generator().manual_seed(args.seed)     # everything random in a run is seeded from here
+        self.rng = torch.Generator().manual_seed(args.seed)     # all that is random in a run comes from here
 
     def lap(self):
-        """Seconds since the last call. (The results we wait for are on the CPU by then, so a GPU is done too.)"""
+        """Seconds since the last call. What they went into is on the CPU by then, so a GPU has finished too."""
         before, self.clock = self.clock, time.perf_counter()
         return self.clock - before
 
     def rollout(self):
-        """Steps 1 to 4, without gradient -> prompts (N), tokens [N, T], logprobs [N, T], advantages [N], metrics."""
+        """Steps 1 to 4, no gradient -> N prompts, tokens [N, T], logprobs [N, T], advantages [N], metrics."""
         args, G = self.args, self.args.group_size
         while len(self.queue) < args.batch_size:            # every prompt once, in a new order, then again
             self.queue += torch.randperm(len(self.prompts), generator=self.rng).tolist()
         batch, self.queue = self.queue[:args.batch_size], self.queue[args.batch_size:]
         seeds = torch.randint(2**31, (len(batch) + 1,), generator=self.rng).tolist()
         transformers.set_seed(seeds.pop())                  # the global generators, for rewards that use them
-        prompts, targets = [self.prompts[i] for i in batch], [self.targets[i] for i in batch for _ in range(G)]
+        prompts = [self.prompts[i] for i in batch]                                  # P
+        targets = [self.targets[i] for i in batch for _ in range(G)]                # N
         self.lap()
-        tokens, logprobs = (x.cpu() for x in self.wrapper.sample(prompts, G, seeds))            # 1. write
+        tokens, logprobs = (x.cpu() for x in self.wrapper.sample(prompts, G, seeds))    # 1. write: [N, T]
         seconds = {"sec_rollout": self.lap()}
-        images = self.wrapper.decode(prompts, tokens, seeds)                                    # 2. paint
+        images = self.wrapper.decode(prompts, tokens, seeds)                            # 2. paint: N images
         seconds["sec_decode"] = self.lap()
         prompts = [prompt for prompt in prompts for _ in range(G)]
-        rewards, components = compute_rewards(images, prompts, targets, args.reward)            # 3. score
-        advantages = compute_advantages(rewards, G, args.scale_rewards)                         # 4. compare
+        rewards, components = compute_rewards(images, prompts, targets, args.reward)    # 3. score: [N]
+        advantages = compute_advantages(rewards, G, args.scale_rewards)                 # 4. compare: [N]
         groups = rewards.view(-1, G)                                                # [P, G]
         return prompts, tokens, logprobs, advantages, {
             "reward": rewards.mean().item(), "reward_std": groups.std(1).mean().item(),
@@ -494,22 +499,22 @@ class GRPOTrainer:
         for _ in range(args.num_iterations):
             self.optimizer.zero_grad()
             for rows, ref in zip(chunks, refs):
-                new, entropy = self.wrapper.compute_logprobs(prompts[rows], tokens[rows])           # [B, T]
+                new, entropy = self.wrapper.compute_logprobs(prompts[rows], tokens[rows])   # [B, T]
                 # Until the first update the policy is the one that sampled, so old is new, detached. Not the
-                # sampler's own numbers: in bf16 they differ by more than the clip forgives. The gap is logged.
+                # sampler's own numbers: in bf16 they may differ by more than the clip forgives (sampler_gap).
                 old = old_logprobs.setdefault(rows.start, new.detach())             # [B, T]
                 loss, metrics = compute_grpo_loss(
                     new, old, advantages[rows].to(new.device), args.clip_range, args.clip_range_high, ref,
                     args.kl_coef, args.importance)
-                (loss * len(new) / len(tokens)).backward()  # by its share: the gradient is that of one big batch
+                (loss * len(new) / len(tokens)).backward()  # by its share, so that its size changes nothing
                 gap = (logprobs[rows].to(new.device) - old).abs().max()
                 history.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
             norm = nn.utils.clip_grad_norm_(self.lora.parameters(), args.max_grad_norm)
             self.optimizer.step()
         reduce = {"ratio_max": max, "sampler_gap": max}
         metrics = {key: float(reduce.get(key, np.mean)([row[key] for row in history])) for key in history[0]}
-        peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-        return {**metrics, "grad_norm": norm.item(), "lr": args.lr, "sec_update": self.lap(), "peak_gib": peak_gib}
+        return {**metrics, "grad_norm": norm.item(), "lr": args.lr, "sec_update": self.lap(),
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0}
 
     def train(self):
         """The loop: rollout, update, log, until args.steps are done."""
@@ -517,7 +522,7 @@ class GRPOTrainer:
             self.save_samples()                                                     # before training
         for self.step in tqdm(range(self.step + 1, self.args.steps + 1), "training", disable=None):
             *rollout, metrics = self.rollout()
-            self.log({"step": self.step, **metrics, **self.train_step(*rollout)})   # 6. log, pictures, checkpoint
+            self.log({"step": self.step, **metrics, **self.train_step(*rollout)})   # 6. log and keep
             if self.step % self.args.sample_every == 0 or self.step == self.args.steps:
                 self.save_samples()
             if self.step % self.args.save_every == 0 or self.step == self.args.steps:
@@ -527,9 +532,10 @@ class GRPOTrainer:
         """A JSON line in metrics.jsonl and an aligned one on the terminal."""
         with open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(metrics) + "\n")
-        tqdm.write("step {step:4d}  reward {reward:.3f} +- {reward_std:.3f}  loss {loss:+.4f}  kl {kl:.4f}  clip "
-                   "{clip_frac:.2f}  entropy {entropy:.2f}  grad {grad_norm:.2f}  gap {sampler_gap:.0e}  "
-                   "{seconds:.1f} s".format(seconds=sum(v for k, v in metrics.items() if k[:4] == "sec_"), **metrics))
+        seconds = sum(value for key, value in metrics.items() if key.startswith("sec_"))
+        tqdm.write("step {step:4d}  reward {reward:.3f} +- {reward_std:.3f}  loss {loss:+.4f}  kl {kl:.4f}  "
+                   "clip_frac {clip_frac:.2f}  entropy {entropy:.2f}  grad_norm {grad_norm:.2f}  "
+                   "sampler_gap {sampler_gap:.0e}  {seconds:.1f} s".format(seconds=seconds, **metrics))
 
     def save_samples(self):
         """Fixed prompts and fixed seeds: from one picture to the next only the policy differs."""
@@ -544,15 +550,15 @@ class GRPOTrainer:
             draw_progress(before, sheet, [row["reward"] for row in rows]).save(self.out / "progress.png")
 
     def save_checkpoint(self):
-        """adapter/ to use elsewhere, checkpoint.pt to go on from: renamed into place, so never half written."""
+        """adapter/ to use elsewhere, checkpoint.pt to go on from; renamed into place, so never half written."""
         self.lora.save(self.out / "adapter", self.args.model)
-        state = {"step": self.step, "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict(),
+        state = {"adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
                  "rng": self.rng.get_state(), "queue": self.queue, "args": vars(self.args)}
         torch.save(state, self.out / "checkpoint.tmp")
         os.replace(self.out / "checkpoint.tmp", self.out / "checkpoint.pt")
 
     def load_checkpoint(self, path):
-        """Go on as if nothing had happened. weights_only: a checkpoint is data, never code. Raises ValueError."""
+        """Go on as if nothing had happened. weights_only: a checkpoint is data, never code. ValueError."""
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             self.lora.load_state_dict(state["adapter"])
@@ -562,41 +568,49 @@ class GRPOTrainer:
         except Exception as error:
             raise ValueError(f"--resume: {path} is no checkpoint of this run ({error})") from error
         lines = (self.out / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (self.out / "metrics.jsonl").write_text("".join(lines[:self.step]))     # later steps will be run again
+        (self.out / "metrics.jsonl").write_text("".join(lines[:self.step]))     # the rest will be run again
 
-# ------------------------------------------------------------------------------------------------------------
-# The command line
+# --- The command line ---------------------------------------------------------------------------------------
 
 def fail(message):
     """Bad input: one line on stderr, exit code 2."""
     print(f"grpo.py: error: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
 
+def at_least(low):
+    """An argparse type: a number of low's own type, finite and not below low."""
+    def number(text):
+        value = type(low)(text)
+        if not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} upwards")
+        return value
+    return number
+
 def parse_reward(text):
     """An argparse type: "color" or "color=1,jpeg=0.2" -> {"color": 1.0, "jpeg": 0.2}."""
     parts = [part.strip().partition("=") for part in text.split(",")]
     weights = {name: float(weight or 1) for name, _, weight in parts}
     if not set(weights) <= set(REWARDS) or not all(map(math.isfinite, weights.values())):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like color=1,jpeg=0.2; names: {', '.join(REWARDS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not like color=1,jpeg=.2; names: {', '.join(REWARDS)}")
     return weights
 
 def parse_size(text):
     """An argparse type: "512" or "1024x768", width first -> [height, width]."""
-    width, _, height = text.partition("x")
-    size = [int(height or width), int(width)]
-    if min(size) < 32 or size[0] % 32 or size[1] % 32:
+    width, height = map(int, (text.split("x") * 2)[:2])
+    if min(height, width) < 32 or height % 32 or width % 32:
         raise argparse.ArgumentTypeError(f"{text} is not made of multiples of 32")
-    return size
+    return [height, width]
 
 def load_prompts(path, need_targets):
-    """A prompt a line, or prompt<TAB>target.png; # starts a comment. -> (prompts, targets: images or None)."""
+    """A prompt a line, or prompt<TAB>target.png; # starts a comment. -> prompts, targets (images or None)."""
     lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     rows = [line.partition("\t") for line in lines if line and not line.startswith("#")]
     if not rows:
         raise ValueError(f"--prompts: {path} holds no prompt")
     if need_targets and not all(target for _, _, target in rows):
         raise ValueError(f"--reward mse needs prompt<TAB>target.png on every line of {path}")
-    targets = [Image.open(Path(path).parent / target).convert("RGB") if target else None for _, _, target in rows]
+    folder = Path(path).parent
+    targets = [Image.open(folder / target).convert("RGB") if target else None for _, _, target in rows]
     return [prompt for prompt, _, _ in rows], targets
 
 def parse_args(argv=None):
@@ -604,7 +618,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description="GRPO for GLM-Image", add_help=False, allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error, add = fail, parser.add_argument
-    add("--model", help="hub id, folder or tiny; if not given: GLM-Image where a GPU has room for it, else tiny")
+    add("--model", help="hub id, folder or tiny; if not given: GLM-Image if a GPU has room for it, else tiny")
     add("--resume", metavar="RUN_DIR", help="go on with this run, with its own settings")
     first, _ = parser.parse_known_args(argv)
     saved = json.loads(Path(first.resume, "args.json").read_text()) if first.resume else {}
@@ -612,68 +626,61 @@ def parse_args(argv=None):
     model = first.model or saved.get("model") or ("zai-org/GLM-Image" if room >= 60 else "tiny")
     tiny = model == "tiny"
     # what to learn
-    add("--prompts", default=str(Path(__file__).with_name("prompts.txt")), help="a prompt a line, # for comments")
-    add("--reward", type=parse_reward, default="color", help="with weights: color=1,jpeg=0.2; mse needs targets")
+    add("--prompts", default=str(Path(__file__).with_name("prompts.txt")), help="a prompt a line, # comments")
+    add("--reward", type=parse_reward, default="color", help="names, or weights: color=1,jpeg=0.2")
     # how much
-    add("--steps", type=int, default=40 if tiny else 300, help="rollouts")
-    add("--group-size", type=int, default=4, help="images per prompt")
-    add("--batch-size", type=int, default=8, help="prompts per step")
-    add("--micro-batch-size", type=int, default=4 if tiny else 1, help="images per backward pass")
+    add("--steps", type=at_least(1), default=40 if tiny else 300, help="rollouts")
+    add("--group-size", type=at_least(2), default=4, help="images per prompt")
+    add("--batch-size", type=at_least(1), default=8, help="prompts per step")
+    add("--micro-batch-size", type=at_least(1), default=4 if tiny else 1, help="images per backward pass")
     # the update
-    add("--lr", type=float, default=2e-3 if tiny else 5e-5, help="AdamW learning rate")
-    add("--num-iterations", type=int, default=1, help="updates per rollout; above 1 the clip matters")
-    add("--clip-range", type=float, default=0.2, help="a ratio may fall to 1 - this")
-    add("--clip-range-high", type=float, help="a ratio may rise to 1 + this; if not given: --clip-range")
-    add("--kl-coef", type=float, default=0.01, help="price of leaving the untrained model; 0: not computed")
-    add("--scale-rewards", default="group", choices=("group", "batch", "none"), help="std advantages divide by")
-    add("--importance", default="token", choices=("token", "sequence"), help="one ratio per token or sequence")
-    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
-    add("--lora-rank", type=int, default=16 if tiny else 32, help="rank of the adapters")
-    add("--lora-alpha", type=float, default=32.0 if tiny else 64.0, help="the adapters count alpha / rank times")
+    add("--lr", type=at_least(0.0), default=2e-3 if tiny else 5e-5, help="AdamW learning rate")
+    add("--num-iterations", type=at_least(1), default=1, help="updates per rollout; above 1 the clip matters")
+    add("--clip-range", type=at_least(0.0), default=0.2, help="a ratio may fall to 1 - this")
+    add("--clip-range-high", type=at_least(0.0), help="a ratio may rise to 1 + this; or --clip-range")
+    add("--kl-coef", type=at_least(0.0), default=0.01, help="price of leaving the base model; 0: no KL")
+    add("--scale-rewards", default="group", choices=("group", "batch", "none"), help="std to divide by")
+    add("--importance", default="token", choices=("token", "sequence"), help="one ratio for each")
+    add("--max-grad-norm", type=at_least(0.0), default=1.0, help="gradients are clipped to this norm")
+    add("--lora-rank", type=at_least(1), default=16 if tiny else 32, help="rank of the adapters")
+    add("--lora-alpha", type=at_least(0.0), default=32.0 if tiny else 64.0, help="scales them by alpha / rank")
     # the images
     add("--size", type=parse_size, default="128" if tiny else "512", help="pixels: 512 or WIDTHxHEIGHT")
-    add("--temperature", type=float, help="of the sampling; if not given: the model's own")
-    add("--decode-steps", type=int, default=4 if tiny else 20, help="denoising steps of the DiT")
-    add("--guidance", type=float, default=1.5, help="of the DiT; above 1 it runs twice a step")
+    add("--temperature", type=at_least(0.01), help="of the sampling; if not given: the model's own")
+    add("--decode-steps", type=at_least(1), default=4 if tiny else 20, help="denoising steps of the DiT")
+    add("--guidance", type=at_least(0.0), default=1.5, help="of the DiT; above 1 it runs twice a step")
     # the run
-    add("--sample-every", type=int, default=10, help="steps between pictures of fixed prompts")
-    add("--save-every", type=int, default=10, help="steps between checkpoints")
-    add("--seed", type=int, default=0, help="of everything random")
+    add("--sample-every", type=at_least(1), default=10, help="steps between pictures of fixed prompts")
+    add("--save-every", type=at_least(1), default=10, help="steps between checkpoints")
+    add("--seed", type=at_least(0), default=0, help="of everything random")
     add("--out", default=time.strftime("runs/%Y%m%d-%H%M%S"), help="folder for the run")
     add("-h", "--help", action="help", help="show this and exit")
     parser.set_defaults(**{"model": model, **saved})
     args = parser.parse_args(argv)
     args.out = args.resume or args.out
-    print(f"model: {model} ({'as asked' if first.model or saved else f'{room:.0f} GiB of GPU memory free, 60 wanted'})")
+    why = "as asked" if first.model or saved else f"{room:.0f} GiB of GPU memory free, GLM-Image wants 60"
+    print(f"model: {model} ({why})")
     return args
-
-def check_args(args):
-    """Raises ValueError, in one sentence, for settings that cannot work."""
-    lowest = dict(steps=1, group_size=2, batch_size=1, micro_batch_size=1, lr=0, num_iterations=1, clip_range=0,
-                  clip_range_high=0, kl_coef=0, max_grad_norm=0, lora_rank=1, lora_alpha=0, temperature=1e-3,
-                  decode_steps=1, guidance=0, sample_every=1, save_every=1, seed=0)
-    for name, low in lowest.items():
-        value = getattr(args, name)
-        if value is not None and not low <= value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be a number from {low} upwards")
-    images = args.batch_size * args.group_size
-    if images % args.micro_batch_size:
-        raise ValueError(f"{args.batch_size} prompts x {args.group_size} = {images} images a step do not divide "
-                         f"into micro-batches of --micro-batch-size {args.micro_batch_size}")
-    if not args.resume and Path(args.out, "args.json").exists():
-        raise ValueError(f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
 
 def main(argv=None):
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         args = parse_args(argv)
-        check_args(args)
+        images = args.batch_size * args.group_size
+        if images % args.micro_batch_size:
+            raise ValueError(f"{args.batch_size} prompts x {args.group_size} = {images} images a step do not "
+                             f"divide into micro-batches of --micro-batch-size {args.micro_batch_size}")
+        if not args.resume and Path(args.out, "args.json").exists():
+            raise ValueError(f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
         prompts, targets = load_prompts(args.prompts, "mse" in args.reward)
-        pipe = make_tiny_pipeline(args.seed) if args.model == "tiny" else diffusers.GlmImagePipeline.from_pretrained(
-            args.model, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-        wrapper = GLMImageWrapper(pipe, *args.size, args.temperature, args.decode_steps, args.guidance, device)
+        device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+        settings = dict(height=args.size[0], width=args.size[1], temperature=args.temperature,
+                        decode_steps=args.decode_steps, guidance=args.guidance, device=device)
+        if args.model == "tiny":
+            wrapper = GLMImageWrapper(make_tiny_pipeline(args.seed), **settings)
+        else:
+            wrapper = GLMImageWrapper.from_pretrained(args.model, dtype, **settings)
         trainer = GRPOTrainer(args, wrapper, prompts, targets)
         if args.resume:
             trainer.load_checkpoint(trainer.out / "checkpoint.pt")
@@ -683,6 +690,8 @@ def main(argv=None):
             shutil.copy(__file__, trainer.out / "grpo.py")
     except (OSError, ValueError) as error:
         fail(error)
+    print(f"{args.batch_size} prompts x {args.group_size} images = {images} images a step, in "
+          f"{images // args.micro_batch_size} micro-batches of {args.micro_batch_size}")
     trainer.train()
     print(f"pictures and curve: {trainer.out}/progress.png\nto use the adapter, with peft installed: "
           f'pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')

@@ -2,6 +2,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,13 @@ import grpo
 
 torch.set_num_threads(2)
 HERE = Path(__file__).parent
+make_tiny_pipeline = grpo.make_tiny_pipeline        # before tests put a quicker one in its place
 PROMPTS = ["a red fox on a wall", "yellow"]     # of different length, so that one of them is padded
 
 
 def make_wrapper(height=128, width=64, temperature=0.9, **settings):
     """A fresh toy with random weights; 128 x 64 is not square: 2 x 1 draft and 4 x 2 large tokens."""
-    return grpo.GLMImageWrapper(grpo.make_tiny_pipeline(0, warmup_steps=0), height, width, temperature, **settings)
+    return grpo.GLMImageWrapper(make_tiny_pipeline(0, warmup_steps=0), height, width, temperature, **settings)
 
 
 def make_trainer(out, *argv, **kwargs):
@@ -577,15 +579,15 @@ def test_every_fixed_prompt_gets_closer_to_its_colour(run):
         assert after > before, prompt
 
 
-def test_resume_from_the_command_line(run, monkeypatch, capsys):
-    """--resume takes every setting from the folder; a finished run has nothing left to do and says so."""
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: make_wrapper().pipe)
-    before = (run[0] / "metrics.jsonl").read_text()
-    args = grpo.parse_args(["--resume", str(run[0])])
-    assert args.group_size == 4 and args.reward == {"color": 1.0} and args.size == [128, 128]
-    grpo.main(["--resume", str(run[0]), "--steps", "41", "--decode-steps", "1"])
-    after = (run[0] / "metrics.jsonl").read_text()
-    assert after.startswith(before) and json.loads(after.splitlines()[-1])["step"] == 41
+def test_resume_from_the_command_line(run, monkeypatch, tmp_path):
+    """--resume takes every setting from the folder, and goes on where the checkpoint was written."""
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: make_tiny_pipeline(seed, warmup_steps=0))
+    out = shutil.copytree(run[0], tmp_path / "copy")
+    args = grpo.parse_args(["--resume", str(out)])
+    assert args.group_size == 4 and args.reward == {"color": 1.0} and args.size == [128, 128] and args.out == str(out)
+    grpo.main(["--resume", str(out), "--steps", "41", "--decode-steps", "1"])
+    before, after = ((folder / "metrics.jsonl").read_text() for folder in (run[0], out))
+    assert after.startswith(before) and [json.loads(line)["step"] for line in after[len(before):].splitlines()] == [41]
 
 
 BAD = [
@@ -615,7 +617,7 @@ def test_bad_input_gets_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, 
     (tmp_path / "broken/checkpoint.pt").write_bytes(b"no checkpoint")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: make_wrapper().pipe)
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: make_tiny_pipeline(seed, warmup_steps=0))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as stop:
         grpo.main(["--model", "tiny", *argv] if "--model" not in argv and "--resume" not in argv else argv)
