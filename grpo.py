@@ -57,10 +57,8 @@ def compute_advantages(rewards, group_size, scale="group"):
     (Dr. GRPO, 2503.20783). A group of equal rewards gets exact zeros: it has nothing to teach. ValueError.
     """
     rewards = torch.as_tensor(rewards, dtype=torch.float32)                         # [N]
-    if group_size < 2:
-        raise ValueError(f"group_size is {group_size}, but comparing inside a group takes at least 2 samples")
-    if len(rewards) % group_size:
-        raise ValueError(f"{len(rewards)} rewards do not divide into groups of {group_size}")
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(f"{len(rewards)} rewards do not divide into groups of {group_size}, 2 or more each")
     if not rewards.isfinite().all():
         raise ValueError(f"a reward is not a finite number: {rewards.tolist()}")
     grouped = rewards.view(-1, group_size)                                          # [P, G]
@@ -77,12 +75,12 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     """PPO's clipped surrogate plus a price for leaving the reference -> (loss, metrics as plain floats).
 
         ratio = exp(new - old)
-        loss = -mean(min(ratio * A, clip(ratio, 1 - clip_range, 1 + clip_range_high) * A)) + kl_coef * mean(k3)
-        k3 = exp(ref - new) - (ref - new) - 1       unbiased for the KL and never negative (Schulman, 2020)
+        loss  = -mean(min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)) + kl_coef * mean(k3)
+        k3    = exp(ref - new) - (ref - new) - 1       unbiased for the KL and never negative (Schulman, 2020)
 
     Log-probs are [N] (of sequences) or [N, T] (of tokens), advantages [N]; only new_logprobs gets a gradient.
-    clip_range_high above clip_range is DAPO's clip-higher (arXiv 2503.14476); importance="sequence" is GSPO's
-    one ratio a sequence, from the mean log-prob (2507.18071).
+    low is clip_range, high is clip_range_high if given (DAPO's clip-higher, arXiv 2503.14476). importance
+    "sequence" takes one ratio a sequence, of the mean log-prob (GSPO, 2507.18071).
 
     Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert
     and the loss is minus the mean advantage, 0. Its gradient is not: it is REINFORCE's, of -mean(A * new).
@@ -166,7 +164,6 @@ class LoRA(nn.ParameterDict):
     Forward hooks add the low-rank part; the base model itself stays as it was. The parameters are fp32:
     a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight as before.
     """
-
     def __init__(self, model, rank, alpha):
         super().__init__()
         self.rank, self.alpha, self.enabled = rank, alpha, True
@@ -208,8 +205,8 @@ class LoRA(nn.ParameterDict):
 def build_position_ids(attention_mask, grids):
     """Positions (t, h, w) of prompt and image tokens: mask [B, L], grids of T cells in all -> [3, B, L + T].
 
-    Text counts up in all three. A grid holds t still and counts its rows in h and its columns in w; what comes
-    next starts max(h, w) further on. A padded prompt of 3, a draft of 1 x 2 and a large grid of 2 x 2:
+    Text counts up in all three. A grid holds t still and counts its rows in h and its columns in w; the next
+    one starts max(h, w) further on. A padded prompt of 3, a draft of 1 x 2 and a large grid of 2 x 2:
 
               pad  prompt    draft   large
          t:    1   0  1  2   3  3    5  5  5  5
@@ -233,7 +230,6 @@ class GLMImageWrapper:
 
     height, width: pixels. temperature: None is the model's own. decode_steps, guidance: of the DiT.
     """
-
     def __init__(self, pipe, height, width, temperature=None, decode_steps=20, guidance=1.5, device="cpu"):
         self.pipe, self.ar, self.device = pipe.to(device), pipe.vision_language_encoder, device
         self.height, self.width, self.decode_steps, self.guidance = height, width, decode_steps, guidance
@@ -261,13 +257,11 @@ class GLMImageWrapper:
         large, draft = inputs["image_grid_thw"][:2, 1:].tolist()    # listed large first, written draft first
         return inputs["input_ids"], inputs["attention_mask"], [draft, large]
 
-    def forward(self, ids, mask, position_ids, cache=None):
-        """-> hidden [B, L, D], past the outer classes of the model, which keep positions of their own."""
-        return self.ar.model.language_model(
+    def forward(self, ids, mask, position_ids, last, cache=None):
+        """log pi of the code after each of the `last` positions: [B, last, V]; only those need the head."""
+        hidden = self.ar.model.language_model(      # the classes around it insert positions of their own
             input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
-            use_cache=cache is not None).last_hidden_state
-
-    def policy(self, hidden):
+            use_cache=cache is not None).last_hidden_state[:, -last:]               # [B, last, D]
         return compute_policy_logprobs(self.ar.lm_head(hidden), self.temperature, self.codebook_size)
 
     @torch.no_grad()
@@ -281,9 +275,9 @@ class GLMImageWrapper:
         ids, mask, grids = self.encode(prompts)                                     # [P, L]
         position_ids, L = build_position_ids(mask, grids), ids.shape[1]             # [3, P, L + T]
         cache = transformers.DynamicCache(config=self.ar.config.text_config)
-        hidden = self.forward(ids, mask, position_ids[:, :, :L], cache)[:, -1:]     # [P, 1, D]
+        logp = self.forward(ids, mask, position_ids[:, :, :L], 1, cache)            # [P, 1, V]
         cache.batch_repeat_interleave(group_size)       # each prompt is read once and serves its whole group
-        hidden, mask = (x.repeat_interleave(group_size, 0) for x in (hidden, mask)) # [N, 1, D], [N, L]
+        logp, mask = (x.repeat_interleave(group_size, 0) for x in (logp, mask))     # [N, 1, V], [N, L]
         position_ids = position_ids.repeat_interleave(group_size, 1)                # [3, N, L + T]
         mask = F.pad(mask, (0, position_ids.shape[2] - L), value=1)                 # [N, L + T]
         # argmax(p / Exponential(1)) draws from p (the Gumbel-max trick). Every prompt has its own stream of
@@ -293,25 +287,21 @@ class GLMImageWrapper:
         tokens, logprobs = [], []
         for i in range(L, position_ids.shape[2]):
             if tokens:
-                hidden = self.forward(tokens[-1], mask[:, :i], position_ids[:, :, i - 1:i], cache)
-            logp = self.policy(hidden[:, -1])                                       # [N, V]
+                logp = self.forward(tokens[-1], mask[:, :i], position_ids[:, :, i - 1:i], 1, cache)
             for rows, generator in zip(noise, generators):
                 rows.exponential_(generator=generator)
-            tokens.append((logp - noise.flatten(0, 1).log()).argmax(1, keepdim=True))   # [N, 1]
-            logprobs.append(logp.gather(1, tokens[-1]))                             # [N, 1]
+            tokens.append((logp[:, 0] - noise.flatten(0, 1).log()).argmax(1, keepdim=True))     # [N, 1]
+            logprobs.append(logp[:, 0].gather(1, tokens[-1]))                       # [N, 1]
         return torch.cat(tokens, 1), torch.cat(logprobs, 1)
 
     def compute_logprobs(self, prompts, tokens):
-        """Teacher forcing: B prompts, tokens [B, T] -> logprobs [B, T] with gradient, entropy [B, T] without.
-
-        One pass over prompt and tokens scores them all, as the hidden state before a token predicts it.
-        """
+        """Teacher forcing, all tokens in one pass: B prompts, tokens [B, T] -> logprobs [B, T] with gradient,
+        and the entropy of the policy at each token [B, T] without."""
         ids, mask, grids = self.encode(prompts)                                     # [B, L]
-        tokens, L = tokens.to(self.device), ids.shape[1]                            # [B, T]
+        tokens, T = tokens.to(self.device), tokens.shape[1]                         # [B, T]
         position_ids = build_position_ids(mask, grids)[:, :, :-1]                   # [3, B, L + T - 1]
-        ids = torch.cat([ids, tokens[:, :-1]], 1)                                   # [B, L + T - 1]
-        mask = F.pad(mask, (0, tokens.shape[1] - 1), value=1)                       # [B, L + T - 1]
-        logp = self.policy(self.forward(ids, mask, position_ids)[:, L - 1:])        # [B, T, V]
+        ids, mask = torch.cat([ids, tokens[:, :-1]], 1), F.pad(mask, (0, T - 1), value=1)   # [B, L + T - 1]
+        logp = self.forward(ids, mask, position_ids, T)                             # [B, T, V]
         entropy = -(logp.detach().exp() * logp.detach()).sum(2)                     # [B, T]
         return logp.gather(2, tokens[:, :, None])[:, :, 0], entropy
 
@@ -320,15 +310,15 @@ class GLMImageWrapper:
         """P prompts, tokens [N, T], a seed for each prompt -> N PIL images.
 
         The images of a group start from the same noise (as in DanceGRPO, arXiv 2505.07818) and the DiT adds
-        none: their rewards differ because their tokens do, not by luck. One group at a time, as quoted words of
-        different length would be padded, and the DiT does not mask the padding.
+        none: rewards differ because tokens do, not by luck. One group at a time, as quoted words of different
+        length would be padded, and the DiT does not mask the padding.
         """
         h, w, scale, images = self.height // 32, self.width // 32, self.pipe.vae_scale_factor, []
+        shape = (1, self.pipe.transformer.config.in_channels, self.height // scale, self.width // scale)
         codes = tokens[:, -h * w:].view(-1, h, w).to(self.device)                   # [N, h, w]
         codes = codes.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)    # [N, 4 * h * w]
-        shape = (1, self.pipe.transformer.config.in_channels, self.height // scale, self.width // scale)
         for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
-            glyphs, _ = self.pipe.encode_prompt(prompt, False, num_images_per_prompt=len(group)) # [G, any, D]
+            glyphs, _ = self.pipe.encode_prompt(prompt, False, num_images_per_prompt=len(group))
             noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(glyphs)
             images += tensor_to_pil(self.pipe(
                 prompt_embeds=glyphs, prior_token_ids=group, latents=noise.expand(len(group), -1, -1, -1),
@@ -342,7 +332,7 @@ class GLMImageWrapper:
         tokens, logprobs = self.sample(prompts, group_size, seeds)
         return self.decode(prompts, tokens, seeds), tokens, logprobs
 
-# --- The tiny GLM-Image: the real classes at toy size, so that a laptop runs the code that trains the real one --
+# --- The tiny GLM-Image: the real classes at toy size, so that a laptop runs the code of the real one -------
 
 TINY_CODES = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)   # [V = 64, 3]: each code is an RGB colour
 
@@ -391,13 +381,13 @@ def make_tiny_pipeline(seed=0, warmup_steps=300):
     return pipe
 
 def warm_up(wrapper, steps, batch=16):
-    """Supervised: DiT and VAE learn to paint codes, the policy gets a weak idea of colour for GRPO to improve."""
+    """Supervised: DiT and VAE learn to paint codes, the policy gets a weak idea of colour, to start from."""
     dit, vae, ar, V = wrapper.pipe.transformer, wrapper.pipe.vae, wrapper.ar, len(TINY_CODES)
     modules = (dit, vae.decoder, ar.model.language_model, ar.lm_head)
     optimizer = torch.optim.Adam([p.requires_grad_() for module in modules for p in module.parameters()])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
     for _ in tqdm(range(steps), "warming up the toy", disable=None, leave=False):
-        # the painter: flow matching for the DiT, squared error for the VAE, on mosaics; latents are the colours
+        # painter: flow matching for the DiT, squared error for the VAE, on mosaics whose latents are colours
         codes = torch.randint(V, (batch, 2, 2)).repeat_interleave(2, 1).repeat_interleave(2, 2) # [B, 4, 4]
         latents = F.interpolate(TINY_CODES[codes].movedim(3, 1) * 2 - 1, scale_factor=2)    # [B, 3, 8, 8]
         noise, t = torch.randn_like(latents), torch.rand(batch)                 # t = 0: clean, 1: all noise
@@ -406,7 +396,7 @@ def warm_up(wrapper, steps, batch=16):
         velocity = dit(torch.lerp(latents, noise, t.view(-1, 1, 1, 1)), glyphs, codes.flatten(1), drop,
                        t * 1000 - 1, torch.full((batch, 2), 64.), torch.zeros(batch, 2)).sample # [B, 3, 8, 8]
         painted = vae.decode(latents[:4] + 0.1 * noise[:4]).sample                  # [4, 3, 64, 64]
-        # the policy: a quarter of the tokens show the colour the prompt names, the others are random
+        # policy: a quarter of the tokens show the colour the prompt names, the others are random
         names = [list(COLORS)[i] for i in torch.randint(len(COLORS), (batch,))]
         lengths = torch.randint(9, (batch, 2)).tolist()
         prompts = ["a " * i + name + " thing" * j for name, (i, j) in zip(names, lengths)]
@@ -423,13 +413,13 @@ def warm_up(wrapper, steps, batch=16):
 # --- Pictures -----------------------------------------------------------------------------------------------
 
 def draw_samples(images, captions, columns=4, side=128):
-    """Images in rows, a caption under each -> one PIL image."""
-    sheet = Image.new("RGB", (columns * side, -(-len(images) // columns) * (side + 20)), "white")
+    """Images in rows, a caption of two lines under each -> one PIL image."""
+    sheet = Image.new("RGB", (columns * side, -(-len(images) // columns) * (side + 32)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
     for i, (image, caption) in enumerate(zip(images, captions)):
-        x, y = i % columns * side, i // columns * (side + 20)
+        x, y = i % columns * side, i // columns * (side + 32)
         sheet.paste(image.resize((side - 4, side - 4)), (x + 2, y + 2))
-        draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
-        draw.text((x + side // 2, y + side + 8), caption, "black", font, "mm")
+        draw.text((x + side // 2, y + side + 14), caption, "black", font, "mm", align="center")
     return sheet
 
 def draw_progress(before, after, rewards):
@@ -451,7 +441,6 @@ def draw_progress(before, after, rewards):
 
 class GRPOTrainer:
     """Trains the AR half of `wrapper` on `prompts`; args as from `parse_args`; results go to args.out."""
-
     def __init__(self, args, wrapper, prompts, targets):
         self.args, self.wrapper, self.prompts, self.targets = args, wrapper, prompts, targets
         self.out, self.step, self.queue, self.clock = Path(args.out), 0, [], 0.0
@@ -460,7 +449,7 @@ class GRPOTrainer:
         self.rng = torch.Generator().manual_seed(args.seed)     # all that is random in a run comes from here
 
     def lap(self):
-        """Seconds since the last call. What they went into is on the CPU by then, so a GPU has finished too."""
+        """Seconds since the last call; the results are on the CPU by then, so a GPU has finished as well."""
         before, self.clock = self.clock, time.perf_counter()
         return self.clock - before
 
@@ -542,7 +531,7 @@ class GRPOTrainer:
         prompts, targets = self.prompts[:8], self.targets[:8]
         images, _, _ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))
         rewards, _ = compute_rewards(images, prompts, targets, self.args.reward)    # [8]
-        sheet = draw_samples(images, [f"{r:.3f} {p[:14]}" for r, p in zip(rewards.tolist(), prompts)])
+        sheet = draw_samples(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())])
         sheet.save(self.out / f"samples/step_{self.step:05d}.png")
         if self.step:
             rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
@@ -550,10 +539,10 @@ class GRPOTrainer:
             draw_progress(before, sheet, [row["reward"] for row in rows]).save(self.out / "progress.png")
 
     def save_checkpoint(self):
-        """adapter/ to use elsewhere, checkpoint.pt to go on from; renamed into place, so never half written."""
+        """adapter/ to use elsewhere, checkpoint.pt to go on from: renamed into place, never half written."""
         self.lora.save(self.out / "adapter", self.args.model)
-        state = {"adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
-                 "rng": self.rng.get_state(), "queue": self.queue, "args": vars(self.args)}
+        state = {"step": self.step, "queue": self.queue, "rng": self.rng.get_state(), "args": vars(self.args),
+                 "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save(state, self.out / "checkpoint.tmp")
         os.replace(self.out / "checkpoint.tmp", self.out / "checkpoint.pt")
 
@@ -625,15 +614,12 @@ def parse_args(argv=None):
     room = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
     model = first.model or saved.get("model") or ("zai-org/GLM-Image" if room >= 60 else "tiny")
     tiny = model == "tiny"
-    # what to learn
     add("--prompts", default=str(Path(__file__).with_name("prompts.txt")), help="a prompt a line, # comments")
     add("--reward", type=parse_reward, default="color", help="names, or weights: color=1,jpeg=0.2")
-    # how much
     add("--steps", type=at_least(1), default=40 if tiny else 300, help="rollouts")
     add("--group-size", type=at_least(2), default=4, help="images per prompt")
     add("--batch-size", type=at_least(1), default=8, help="prompts per step")
     add("--micro-batch-size", type=at_least(1), default=4 if tiny else 1, help="images per backward pass")
-    # the update
     add("--lr", type=at_least(0.0), default=2e-3 if tiny else 5e-5, help="AdamW learning rate")
     add("--num-iterations", type=at_least(1), default=1, help="updates per rollout; above 1 the clip matters")
     add("--clip-range", type=at_least(0.0), default=0.2, help="a ratio may fall to 1 - this")
@@ -643,13 +629,11 @@ def parse_args(argv=None):
     add("--importance", default="token", choices=("token", "sequence"), help="one ratio for each")
     add("--max-grad-norm", type=at_least(0.0), default=1.0, help="gradients are clipped to this norm")
     add("--lora-rank", type=at_least(1), default=16 if tiny else 32, help="rank of the adapters")
-    add("--lora-alpha", type=at_least(0.0), default=32.0 if tiny else 64.0, help="scales them by alpha / rank")
-    # the images
+    add("--lora-alpha", type=at_least(0.0), default=32.0 if tiny else 64.0, help="times alpha / rank")
     add("--size", type=parse_size, default="128" if tiny else "512", help="pixels: 512 or WIDTHxHEIGHT")
     add("--temperature", type=at_least(0.01), help="of the sampling; if not given: the model's own")
     add("--decode-steps", type=at_least(1), default=4 if tiny else 20, help="denoising steps of the DiT")
     add("--guidance", type=at_least(0.0), default=1.5, help="of the DiT; above 1 it runs twice a step")
-    # the run
     add("--sample-every", type=at_least(1), default=10, help="steps between pictures of fixed prompts")
     add("--save-every", type=at_least(1), default=10, help="steps between checkpoints")
     add("--seed", type=at_least(0), default=0, help="of everything random")
@@ -690,8 +674,7 @@ def main(argv=None):
             shutil.copy(__file__, trainer.out / "grpo.py")
     except (OSError, ValueError) as error:
         fail(error)
-    print(f"{args.batch_size} prompts x {args.group_size} images = {images} images a step, in "
-          f"{images // args.micro_batch_size} micro-batches of {args.micro_batch_size}")
+    print(f"{args.batch_size} prompts x {args.group_size} images = {images} images a step")
     trainer.train()
     print(f"pictures and curve: {trainer.out}/progress.png\nto use the adapter, with peft installed: "
           f'pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')

@@ -330,8 +330,8 @@ def test_samples_follow_the_distribution():
     tokens, logprobs = wrapper.sample(["red"], 20000, seeds=[0])
     ids, mask, grids = wrapper.encode(["red"])
     with torch.no_grad():
-        hidden = wrapper.forward(ids, mask, grpo.build_position_ids(mask, grids)[:, :, :ids.shape[1]])[:, -1]
-        expected = 20000 * wrapper.policy(hidden)[0].exp()
+        logp = wrapper.forward(ids, mask, grpo.build_position_ids(mask, grids)[:, :, :ids.shape[1]], last=1)
+    expected = 20000 * logp[0, 0].exp()
     counts = tokens[:, 0].bincount(minlength=64)
     assert ((counts - expected) ** 2 / expected).sum() < 150
 
@@ -574,7 +574,7 @@ def test_every_fixed_prompt_gets_closer_to_its_colour(run):
     prompts, _ = grpo.load_prompts(HERE / "prompts.txt", need_targets=False)
     sheets = [Image.open(run[0] / "samples" / name) for name in ("step_00000.png", "step_00040.png")]
     for i, prompt in enumerate(prompts[:8]):
-        x, y = i % 4 * 128 + 2, i // 4 * 148 + 2
+        x, y = i % 4 * 128 + 2, i // 4 * 160 + 2
         before, after = grpo.reward_color([sheet.crop((x, y, x + 124, y + 124)) for sheet in sheets], [prompt] * 2)
         assert after > before, prompt
 
