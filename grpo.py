@@ -431,9 +431,8 @@ def draw_progress(before, after, rewards):
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
     draw.line([(2 * w + 60 + 320 * i / max(1, len(rewards) - 1), h - (h - 50) * (r - low) / (high - low or 1))
                for i, r in enumerate(rewards)], "crimson", 3)
-    for x, y, text in (
-            (w / 2, 15, "before"), (w * 1.5, 15, "now"), (2 * w + 220, 15, f"reward, {len(rewards)} steps"),
-            (2 * w + 28, h, f"{low:.2f}"), (2 * w + 28, 50, f"{high:.2f}")):
+    for x, y, text in ((w // 2, 15, "before"), (w + w // 2, 15, "now"), (2 * w + 220, 15, "mean reward"),
+                       (2 * w + 28, h, f"{low:.2f}"), (2 * w + 28, 50, f"{high:.2f}")):
         draw.text((x, y), text, "black", font, "mm")
     return sheet
 
@@ -500,8 +499,8 @@ class GRPOTrainer:
                 history.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
             norm = nn.utils.clip_grad_norm_(self.lora.parameters(), args.max_grad_norm)
             self.optimizer.step()
-        reduce = {"ratio_max": max, "sampler_gap": max}
-        metrics = {key: float(reduce.get(key, np.mean)([row[key] for row in history])) for key in history[0]}
+        metrics = {key: np.mean([row[key] for row in history]).item() for key in history[0]}
+        metrics.update({key: max(row[key] for row in history) for key in ("ratio_max", "sampler_gap")})
         return {**metrics, "grad_norm": norm.item(), "lr": args.lr, "sec_update": self.lap(),
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0}
 
@@ -521,10 +520,9 @@ class GRPOTrainer:
         """A JSON line in metrics.jsonl and an aligned one on the terminal."""
         with open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(metrics) + "\n")
-        seconds = sum(value for key, value in metrics.items() if key.startswith("sec_"))
         tqdm.write("step {step:4d}  reward {reward:.3f} +- {reward_std:.3f}  loss {loss:+.4f}  kl {kl:.4f}  "
                    "clip_frac {clip_frac:.2f}  entropy {entropy:.2f}  grad_norm {grad_norm:.2f}  "
-                   "sampler_gap {sampler_gap:.0e}  {seconds:.1f} s".format(seconds=seconds, **metrics))
+                   "sampler_gap {sampler_gap:.0e}".format(**metrics))
 
     def save_samples(self):
         """Fixed prompts and fixed seeds: from one picture to the next only the policy differs."""
@@ -561,22 +559,8 @@ class GRPOTrainer:
 
 # --- The command line ---------------------------------------------------------------------------------------
 
-def fail(message):
-    """Bad input: one line on stderr, exit code 2."""
-    print(f"grpo.py: error: {' '.join(str(message).split())}", file=sys.stderr)
-    sys.exit(2)
-
-def at_least(low):
-    """An argparse type: a number of low's own type, finite and not below low."""
-    def number(text):
-        value = type(low)(text)
-        if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} upwards")
-        return value
-    return number
-
 def parse_reward(text):
-    """An argparse type: "color" or "color=1,jpeg=0.2" -> {"color": 1.0, "jpeg": 0.2}."""
+    """"color" or "color=1,jpeg=0.2" -> {"color": 1.0, "jpeg": 0.2}."""
     parts = [part.strip().partition("=") for part in text.split(",")]
     weights = {name: float(weight or 1) for name, _, weight in parts}
     if not set(weights) <= set(REWARDS) or not all(map(math.isfinite, weights.values())):
@@ -584,7 +568,7 @@ def parse_reward(text):
     return weights
 
 def parse_size(text):
-    """An argparse type: "512" or "1024x768", width first -> [height, width]."""
+    """"512" or "1024x768", width first -> [height, width]."""
     width, height = map(int, (text.split("x") * 2)[:2])
     if min(height, width) < 32 or height % 32 or width % 32:
         raise argparse.ArgumentTypeError(f"{text} is not made of multiples of 32")
@@ -604,9 +588,12 @@ def load_prompts(path, need_targets):
 
 def parse_args(argv=None):
     """One line a flag. Some defaults depend on --model, a resumed run brings its own. OSError, ValueError."""
+    def error(message):     # argparse would print its usage, too
+        raise ValueError(message)
+
     parser = argparse.ArgumentParser(description="GRPO for GLM-Image", add_help=False, allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error, add = fail, parser.add_argument
+    parser.error, add = error, parser.add_argument
     add("--model", help="hub id, folder or tiny; if not given: GLM-Image if a GPU has room for it, else tiny")
     add("--resume", metavar="RUN_DIR", help="go on with this run, with its own settings")
     first, _ = parser.parse_known_args(argv)
@@ -616,55 +603,61 @@ def parse_args(argv=None):
     tiny = model == "tiny"
     add("--prompts", default=str(Path(__file__).with_name("prompts.txt")), help="a prompt a line, # comments")
     add("--reward", type=parse_reward, default="color", help="names, or weights: color=1,jpeg=0.2")
-    add("--steps", type=at_least(1), default=40 if tiny else 300, help="rollouts")
-    add("--group-size", type=at_least(2), default=4, help="images per prompt")
-    add("--batch-size", type=at_least(1), default=8, help="prompts per step")
-    add("--micro-batch-size", type=at_least(1), default=4 if tiny else 1, help="images per backward pass")
-    add("--lr", type=at_least(0.0), default=2e-3 if tiny else 5e-5, help="AdamW learning rate")
-    add("--num-iterations", type=at_least(1), default=1, help="updates per rollout; above 1 the clip matters")
-    add("--clip-range", type=at_least(0.0), default=0.2, help="a ratio may fall to 1 - this")
-    add("--clip-range-high", type=at_least(0.0), help="a ratio may rise to 1 + this; or --clip-range")
-    add("--kl-coef", type=at_least(0.0), default=0.01, help="price of leaving the base model; 0: no KL")
+    add("--steps", type=int, default=40 if tiny else 300, help="rollouts")
+    add("--group-size", type=int, default=4, help="images per prompt")
+    add("--batch-size", type=int, default=8, help="prompts per step")
+    add("--micro-batch-size", type=int, default=4 if tiny else 1, help="images per backward pass")
+    add("--lr", type=float, default=2e-3 if tiny else 5e-5, help="AdamW learning rate")
+    add("--num-iterations", type=int, default=1, help="updates per rollout; above 1 the clip matters")
+    add("--clip-range", type=float, default=0.2, help="a ratio may fall to 1 - this")
+    add("--clip-range-high", type=float, help="a ratio may rise to 1 + this; or --clip-range")
+    add("--kl-coef", type=float, default=0.01, help="price of leaving the base model; 0: no KL")
     add("--scale-rewards", default="group", choices=("group", "batch", "none"), help="std to divide by")
     add("--importance", default="token", choices=("token", "sequence"), help="one ratio for each")
-    add("--max-grad-norm", type=at_least(0.0), default=1.0, help="gradients are clipped to this norm")
-    add("--lora-rank", type=at_least(1), default=16 if tiny else 32, help="rank of the adapters")
-    add("--lora-alpha", type=at_least(0.0), default=32.0 if tiny else 64.0, help="times alpha / rank")
+    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
+    add("--lora-rank", type=int, default=16 if tiny else 32, help="rank of the adapters")
+    add("--lora-alpha", type=float, default=32.0 if tiny else 64.0, help="times alpha / rank")
     add("--size", type=parse_size, default="128" if tiny else "512", help="pixels: 512 or WIDTHxHEIGHT")
-    add("--temperature", type=at_least(0.01), help="of the sampling; if not given: the model's own")
-    add("--decode-steps", type=at_least(1), default=4 if tiny else 20, help="denoising steps of the DiT")
-    add("--guidance", type=at_least(0.0), default=1.5, help="of the DiT; above 1 it runs twice a step")
-    add("--sample-every", type=at_least(1), default=10, help="steps between pictures of fixed prompts")
-    add("--save-every", type=at_least(1), default=10, help="steps between checkpoints")
-    add("--seed", type=at_least(0), default=0, help="of everything random")
+    add("--temperature", type=float, help="of the sampling; if not given: the model's own")
+    add("--decode-steps", type=int, default=4 if tiny else 20, help="denoising steps of the DiT")
+    add("--guidance", type=float, default=1.5, help="of the DiT; above 1 it runs twice a step")
+    add("--sample-every", type=int, default=10, help="steps between pictures of fixed prompts")
+    add("--save-every", type=int, default=10, help="steps between checkpoints")
+    add("--seed", type=int, default=0, help="of everything random")
     add("--out", default=time.strftime("runs/%Y%m%d-%H%M%S"), help="folder for the run")
     add("-h", "--help", action="help", help="show this and exit")
     parser.set_defaults(**{"model": model, **saved})
     args = parser.parse_args(argv)
     args.out = args.resume or args.out
     why = "as asked" if first.model or saved else f"{room:.0f} GiB of GPU memory free, GLM-Image wants 60"
-    print(f"model: {model} ({why})")
+    print(f"model: {model} ({why}), {args.batch_size} prompts x {args.group_size} images a step")
     return args
+
+def check_args(args):
+    """Raises ValueError, in one sentence, for settings that cannot work."""
+    for name, value in vars(args).items():
+        low = {"seed": 0, "group_size": 2, "temperature": 0.01}.get(name, 1 if isinstance(value, int) else 0)
+        if isinstance(value, (int, float)) and not low <= value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be finite and >= {low}")
+    images = args.batch_size * args.group_size
+    if images % args.micro_batch_size:
+        raise ValueError(f"{args.batch_size} prompts x {args.group_size} images = {images} a step, which do not "
+                         f"divide into micro-batches of --micro-batch-size {args.micro_batch_size}")
+    if not args.resume and Path(args.out, "args.json").exists():
+        raise ValueError(f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
 
 def main(argv=None):
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     try:
         args = parse_args(argv)
-        images = args.batch_size * args.group_size
-        if images % args.micro_batch_size:
-            raise ValueError(f"{args.batch_size} prompts x {args.group_size} = {images} images a step do not "
-                             f"divide into micro-batches of --micro-batch-size {args.micro_batch_size}")
-        if not args.resume and Path(args.out, "args.json").exists():
-            raise ValueError(f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
+        check_args(args)
         prompts, targets = load_prompts(args.prompts, "mse" in args.reward)
-        device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
         settings = dict(height=args.size[0], width=args.size[1], temperature=args.temperature,
                         decode_steps=args.decode_steps, guidance=args.guidance, device=device)
-        if args.model == "tiny":
-            wrapper = GLMImageWrapper(make_tiny_pipeline(args.seed), **settings)
-        else:
-            wrapper = GLMImageWrapper.from_pretrained(args.model, dtype, **settings)
+        wrapper = GLMImageWrapper(make_tiny_pipeline(args.seed), **settings) if args.model == "tiny" else \
+            GLMImageWrapper.from_pretrained(args.model, dtype, **settings)
         trainer = GRPOTrainer(args, wrapper, prompts, targets)
         if args.resume:
             trainer.load_checkpoint(trainer.out / "checkpoint.pt")
@@ -673,8 +666,8 @@ def main(argv=None):
         if not args.resume:
             shutil.copy(__file__, trainer.out / "grpo.py")
     except (OSError, ValueError) as error:
-        fail(error)
-    print(f"{args.batch_size} prompts x {args.group_size} images = {images} images a step")
+        print(f"grpo.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
     trainer.train()
     print(f"pictures and curve: {trainer.out}/progress.png\nto use the adapter, with peft installed: "
           f'pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')
