@@ -19,7 +19,7 @@ One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRP
   6. log, keep pictures and a checkpoint
 
 Left out on purpose: padding, end-of-sequence logic and loss masks (the image size alone sets the number of
-tokens); a second model as reference (it is the policy with its adapters off); a value network; training the
+tokens); a value network; a second model as reference (it is the policy with its adapters off); training the
 DiT; guidance for the AR half (the model is used without); image-to-image.
 
     python grpo.py --group-size 4                         # no GPU: a toy GLM-Image learns colours in a minute
@@ -29,9 +29,7 @@ DiT; guidance for the AR half (the model is used without); image-to-image.
 Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., B some of them,
       L prompt tokens (padded on the left), T image tokens, V codes in the codebook, D width of a model.
 """
-import argparse, io, json, math, os, re, shutil, sys, time
-from contextlib import contextmanager
-from functools import partial
+import argparse, contextlib, functools, io, json, math, re, shutil, sys, time
 from pathlib import Path
 
 import diffusers
@@ -169,20 +167,20 @@ class LoRA(nn.ParameterDict):
         self.rank, self.alpha, self.enabled = rank, alpha, True
         for name, linear in list(model.named_modules()):
             if re.fullmatch(LORA_TARGETS, name):
-                key = name.replace(".", "/")        # a parameter's name has no dots
+                key = name.replace(".", "/")        # torch allows no dots in a parameter's name
                 A, B = torch.empty(rank, linear.in_features), torch.zeros(linear.out_features, rank)
-                nn.init.kaiming_uniform_(A, a=math.sqrt(5))
-                self[key + "/lora_A/weight"] = nn.Parameter(A.to(linear.weight.device))     # [rank, in]
-                self[key + "/lora_B/weight"] = nn.Parameter(B.to(linear.weight.device))     # [out, rank]
-                linear.register_forward_hook(partial(self.add_low_rank, key))
+                self[key + "/lora_A/weight"] = nn.Parameter(nn.init.kaiming_uniform_(A, a=math.sqrt(5)))
+                self[key + "/lora_B/weight"] = nn.Parameter(B)
+                linear.register_forward_hook(functools.partial(self.add_low_rank, key))
+        self.to(model.device)
 
     def add_low_rank(self, key, linear, inputs, output):
         if not self.enabled:
             return output
-        A, B = (self[f"{key}/lora_{x}/weight"].to(output.dtype) for x in "AB")
+        A, B = (self[f"{key}/lora_{x}/weight"].to(output.dtype) for x in "AB")      # [rank, in], [out, rank]
         return output + self.alpha / self.rank * F.linear(F.linear(inputs[0], A), B)
 
-    @contextmanager
+    @contextlib.contextmanager
     def disabled(self):
         """Inside `with lora.disabled():` the model *is* the reference policy; no second copy is needed."""
         self.enabled = False
@@ -193,12 +191,12 @@ class LoRA(nn.ParameterDict):
 
     def save(self, folder, base_model):
         """Writes what transformers' `load_adapter` and peft's `PeftModel.from_pretrained` read."""
-        os.makedirs(folder, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         weights = {"base_model.model." + k.replace("/", "."): v.detach().cpu() for k, v in self.items()}
-        save_file(weights, f"{folder}/adapter_model.safetensors")
+        save_file(weights, folder / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "base_model_name_or_path": base_model, "target_modules": LORA_TARGETS,
                   "r": self.rank, "lora_alpha": self.alpha, "bias": "none", "inference_mode": True}
-        Path(folder, "adapter_config.json").write_text(json.dumps(config, indent=2))
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 # --- GLM-Image: prompt -> tokens -> image, with the log-probs GRPO needs ------------------------------------
 
@@ -268,9 +266,9 @@ class GLMImageWrapper:
     def sample(self, prompts, group_size, seeds):
         """P prompts and a seed for each -> tokens [N, T], logprobs [N, T]; all N rows grow in one batch.
 
-        The model writes a small draft of the image, then the large grid; only the large grid is painted, but
-        both are actions. Stock `generate` would not do: asked for several sequences it mixes up the grids, it
-        may end early, and unless told otherwise it draws from the 50 likeliest codes alone.
+        First a small draft of the image, then the large grid: only that is painted, but both are actions.
+        Stock `generate` would not do: asked for several sequences it mixes up the grids, it may end early,
+        and unless told otherwise it draws from the 50 likeliest codes alone.
         """
         ids, mask, grids = self.encode(prompts)                                     # [P, L]
         position_ids, L = build_position_ids(mask, grids), ids.shape[1]             # [3, P, L + T]
@@ -339,26 +337,26 @@ TINY_CODES = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)   # [V = 64, 3
 def make_tiny_pipeline(seed=0, warmup_steps=300):
     """A `GlmImagePipeline` of 0.3 M weights, made in memory, fitted for seconds (0 steps: left random)."""
     torch.manual_seed(seed)
-    V, start, end, pad, unk = len(TINY_CODES), "<image_start>", "<image_end>", "<pad>", "<unk>"
-    words = [f"<code_{k}>" for k in range(V)] + [start, end, pad, unk, "<image>", "<sop>", "<eop>", *COLORS]
-    vocab = {word: i for i, word in enumerate(words)}       # it knows the colours, every other word is <unk>
-    text = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=unk))
+    V, names = len(TINY_CODES), ("<bos>", "<eos>", "<pad>", "<unk>", "<image>", "<sop>", "<eop>")
+    words = [f"<code_{k}>" for k in range(V)] + [*names, *COLORS]       # any other word is read as <unk>
+    vocab = {word: index for index, word in enumerate(words)}
+    text = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     text.normalizer = tokenizers.normalizers.Lowercase()
     text.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     text = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=text, bos_token=start, eos_token=end, pad_token=pad, unk_token=unk,
+        tokenizer_object=text, bos_token=names[0], eos_token=names[1], pad_token=names[2], unk_token=names[3],
         padding_side="left", model_specific_special_tokens=dict(
-            image_token="<image>", grid_bos_token="<sop>", grid_eos_token="<eop>"))
+            image_token=names[4], grid_bos_token=names[5], grid_eos_token=names[6]))
     processor = transformers.GlmImageProcessor(
         GlmImageImageProcessorPil(), text, "{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
     # GLM-Image drafts about 16 x 16 tokens at any size, too much noise for a toy: here half the large grid
     processor._get_target_shape = lambda height, width: (height // 32, width // 32, height // 64, width // 64)
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=.5, mrope_section=[1, 1, 2])
     ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
-        image_token_id=V + 4, image_start_token_id=V, image_end_token_id=V + 1, text_config=dict(
-            vocab_size=len(vocab), vision_vocab_size=V + 8, hidden_size=64, intermediate_size=128,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=V + 2,
-            eos_token_id=V + 1, rope_parameters=dict(
-                rope_type="default", rope_theta=1e4, partial_rotary_factor=.5, mrope_section=[1, 1, 2])),
+        image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4, text_config=dict(
+            vocab_size=len(vocab), vision_vocab_size=V + 8, eos_token_id=V + 1, pad_token_id=V + 2,
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, rope_parameters=rope),
         vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
         vq_config=dict(embed_dim=16, num_embeddings=V, latent_channels=16)))
     ar.model.language_model.norm.weight.data.fill_(4)   # or the frozen head could never make a code likely
@@ -370,12 +368,12 @@ def make_tiny_pipeline(seed=0, warmup_steps=300):
         text_embed_dim=32, time_embed_dim=32, condition_dim=8, prior_vq_quantizer_codebook_size=V)
     vae = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=3, latents_mean=(0.,) * 3, latents_std=(1.,) * 3, block_out_channels=(8,) * 4,
-        layers_per_block=0, norm_num_groups=1, mid_block_add_attention=False, use_quant_conv=False,
+        block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=1, mid_block_add_attention=False,
+        latent_channels=3, latents_mean=(0.,) * 3, latents_std=(1.,) * 3, use_quant_conv=False,
         use_post_quant_conv=False)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
-    pipe = diffusers.GlmImagePipeline(
-        transformers.ByT5Tokenizer(), processor, glyphs, ar, vae, dit, scheduler)
+    t5_text = transformers.ByT5Tokenizer()
+    pipe = diffusers.GlmImagePipeline(t5_text, processor, glyphs, ar, vae, dit, scheduler)
     if warmup_steps:
         warm_up(GLMImageWrapper(pipe, 128, 128), warmup_steps)
     return pipe
@@ -542,7 +540,7 @@ class GRPOTrainer:
         state = {"step": self.step, "queue": self.queue, "rng": self.rng.get_state(), "args": vars(self.args),
                  "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save(state, self.out / "checkpoint.tmp")
-        os.replace(self.out / "checkpoint.tmp", self.out / "checkpoint.pt")
+        (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
 
     def load_checkpoint(self, path):
         """Go on as if nothing had happened. weights_only: a checkpoint is data, never code. ValueError."""
@@ -641,8 +639,8 @@ def check_args(args):
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be finite and >= {low}")
     images = args.batch_size * args.group_size
     if images % args.micro_batch_size:
-        raise ValueError(f"{args.batch_size} prompts x {args.group_size} images = {images} a step, which do not "
-                         f"divide into micro-batches of --micro-batch-size {args.micro_batch_size}")
+        raise ValueError(f"{args.batch_size} prompts x {args.group_size} images a step do not divide "
+                         f"into micro-batches of --micro-batch-size {args.micro_batch_size}")
     if not args.resume and Path(args.out, "args.json").exists():
         raise ValueError(f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
 

@@ -581,7 +581,7 @@ def test_every_fixed_prompt_gets_closer_to_its_colour(run):
 
 def test_resume_from_the_command_line(run, monkeypatch, tmp_path):
     """--resume takes every setting from the folder, and goes on where the checkpoint was written."""
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: make_tiny_pipeline(seed, warmup_steps=0))
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed=0: make_tiny_pipeline(seed, warmup_steps=0))
     out = shutil.copytree(run[0], tmp_path / "copy")
     args = grpo.parse_args(["--resume", str(out)])
     assert args.group_size == 4 and args.reward == {"color": 1.0} and args.size == [128, 128] and args.out == str(out)
@@ -617,7 +617,7 @@ def test_bad_input_gets_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, 
     (tmp_path / "broken/checkpoint.pt").write_bytes(b"no checkpoint")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: make_tiny_pipeline(seed, warmup_steps=0))
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed=0: make_tiny_pipeline(seed, warmup_steps=0))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as stop:
         grpo.main(["--model", "tiny", *argv] if "--model" not in argv and "--resume" not in argv else argv)
