@@ -22,14 +22,14 @@ Left out on purpose: padding, end-of-sequence logic and loss masks (the image si
 tokens); a value network; a second model as reference (it is the policy with its adapters off); training the
 DiT; guidance for the AR half (the model is used without); image-to-image.
 
-    python grpo.py --group-size 4                         # no GPU: a toy GLM-Image learns colours in a minute
+    python grpo.py --group-size 4                         # without a GPU: a toy learns colours in a minute
     python grpo.py --model zai-org/GLM-Image --size 512   # the real one, on a large GPU
-    python grpo.py --resume runs/20260131-120000          # go on with a run, bit for bit
+    python grpo.py --resume runs/20260131-120000          # go on with a run as if it had never stopped
 
 Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., B some of them,
       L prompt tokens (padded on the left), T image tokens, V codes in the codebook, D width of a model.
 """
-import argparse, contextlib, functools, io, json, math, re, shutil, sys, time
+import argparse, contextlib, functools, io, json, math, re, shutil, time
 from pathlib import Path
 
 import diffusers
@@ -42,10 +42,8 @@ from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 from torch import nn
 from tqdm import tqdm
-from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
 # --- The maths: pure functions of tensors -------------------------------------------------------------------
-
 def compute_advantages(rewards, group_size, scale="group"):
     """How much better each sample is than its group: rewards [N], ordered by group -> advantages [N], fp32.
 
@@ -83,6 +81,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert
     and the loss is minus the mean advantage, 0. Its gradient is not: it is REINFORCE's, of -mean(A * new).
     """
+    if importance not in ("token", "sequence"):
+        raise ValueError(f"importance is {importance!r}, but must be 'token' or 'sequence'")
     new, old = new_logprobs.float(), old_logprobs.detach().float()                  # [N] or [N, T]
     A = advantages.detach().float().view(-1, *[1] * (new.ndim - 1))                 # [N] or [N, 1]
     log_ratio = new - old
@@ -148,19 +148,19 @@ REWARDS = {"color": reward_color, "jpeg": reward_jpeg, "mse": reward_mse}
 
 def compute_rewards(images, prompts, targets, weights):
     """{name: weight} -> the weighted sum [N], and the components {name: [N]} as their functions gave them."""
-    components = {k: torch.as_tensor(REWARDS[k](images, prompts, targets)).float() for k in weights}
+    N = len(images)
+    components = {k: torch.as_tensor(REWARDS[k](images, prompts, targets)).float().reshape(N) for k in weights}
     return sum(weights[k] * values for k, values in components.items()), components
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------------------------------------
-
 # Attention and MLP of the AR language model. The vision tower has layers of the same names: not those.
 LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)"
 
 class LoRA(nn.ParameterDict):
     """W x becomes W x + alpha / rank * B A x, W frozen and B = 0 at first, so that at first nothing changes.
 
-    Forward hooks add the low-rank part; the base model itself stays as it was. The parameters are fp32:
-    a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight as before.
+    Forward hooks add the low-rank part; the base model itself stays as it was (one LoRA per model, or they add
+    up). The parameters are fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight.
     """
     def __init__(self, model, rank, alpha):
         super().__init__()
@@ -175,10 +175,9 @@ class LoRA(nn.ParameterDict):
         self.to(model.device)
 
     def add_low_rank(self, key, linear, inputs, output):
-        if not self.enabled:
-            return output
-        A, B = (self[f"{key}/lora_{x}/weight"].to(output.dtype) for x in "AB")      # [rank, in], [out, rank]
-        return output + self.alpha / self.rank * F.linear(F.linear(inputs[0], A), B)
+        if self.enabled:
+            A, B = (self[f"{key}/lora_{x}/weight"].to(output.dtype) for x in "AB")  # [rank, in], [out, rank]
+            return output + self.alpha / self.rank * F.linear(F.linear(inputs[0], A), B)
 
     @contextlib.contextmanager
     def disabled(self):
@@ -199,7 +198,6 @@ class LoRA(nn.ParameterDict):
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 # --- GLM-Image: prompt -> tokens -> image, with the log-probs GRPO needs ------------------------------------
-
 def build_position_ids(attention_mask, grids):
     """Positions (t, h, w) of prompt and image tokens: mask [B, L], grids of T cells in all -> [3, B, L + T].
 
@@ -234,6 +232,7 @@ class GLMImageWrapper:
         self.temperature = temperature or self.ar.generation_config.temperature or 1.0
         self.codebook_size = pipe.transformer.config.prior_vq_quantizer_codebook_size
         pipe.set_progress_bar_config(disable=True)
+        pipe.vae.enable_slicing()                   # an image at a time: at 1024 x 1024 each takes gigabytes
         for module in (self.ar, pipe.text_encoder, pipe.transformer, pipe.vae):
             module.eval().requires_grad_(False)     # eval: dropout would score the same tokens differently
 
@@ -241,25 +240,26 @@ class GLMImageWrapper:
     def from_pretrained(cls, path, dtype=torch.float32, **settings):
         """path: a hub id or a folder written by `GlmImagePipeline.save_pretrained`. Raises OSError."""
         try:
-            return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype), **settings)
-        except (OSError, ValueError) as error:
-            raise OSError(f"--model: cannot load {path}; --model tiny needs no download ({error})") from error
+            pipe = diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype)
+        except Exception as error:
+            raise OSError(f"--model: cannot load {path}; --model tiny needs no download ({error!r})") from error
+        return cls(pipe, **settings)
 
     def encode(self, prompts):
         """The pipeline's own prompt format -> ids [B, L], mask [B, L], grids [draft (h, w), large (h, w)]."""
         chats = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
-        sizes = dict(target_h=self.height, target_w=self.width)
+        options = dict(target_h=self.height, target_w=self.width, padding=True, padding_side="left")
         inputs = self.pipe.processor.apply_chat_template(
-            chats, tokenize=True, return_dict=True, return_tensors="pt",
-            processor_kwargs={**sizes, "padding": len(prompts) > 1, "padding_side": "left"}).to(self.device)
+            chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=options
+        ).to(self.device)
         large, draft = inputs["image_grid_thw"][:2, 1:].tolist()    # listed large first, written draft first
         return inputs["input_ids"], inputs["attention_mask"], [draft, large]
 
-    def forward(self, ids, mask, position_ids, last, cache=None):
-        """log pi of the code after each of the `last` positions: [B, last, V]; only those need the head."""
+    def forward(self, ids, mask, position_ids, num_last, cache=None):
+        """log pi of the code after each of the last positions, [B, num_last, V]; only those need the head."""
         hidden = self.ar.model.language_model(      # the classes around it insert positions of their own
             input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
-            use_cache=cache is not None).last_hidden_state[:, -last:]               # [B, last, D]
+            use_cache=cache is not None).last_hidden_state[:, -num_last:]       # [B, num_last, D]
         return compute_policy_logprobs(self.ar.lm_head(hidden), self.temperature, self.codebook_size)
 
     @torch.no_grad()
@@ -311,17 +311,16 @@ class GLMImageWrapper:
         none: rewards differ because tokens do, not by luck. One group at a time, as quoted words of different
         length would be padded, and the DiT does not mask the padding.
         """
-        h, w, scale, images = self.height // 32, self.width // 32, self.pipe.vae_scale_factor, []
-        shape = (1, self.pipe.transformer.config.in_channels, self.height // scale, self.width // scale)
+        h, w, images = self.height // 32, self.width // 32, []
         codes = tokens[:, -h * w:].view(-1, h, w).to(self.device)                   # [N, h, w]
         codes = codes.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)    # [N, 4 * h * w]
         for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
             glyphs, _ = self.pipe.encode_prompt(prompt, False, num_images_per_prompt=len(group))
-            noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(glyphs)
+            same_noise = [torch.Generator().manual_seed(seed) for _ in group]
             images += tensor_to_pil(self.pipe(
-                prompt_embeds=glyphs, prior_token_ids=group, latents=noise.expand(len(group), -1, -1, -1),
-                height=self.height, width=self.width, num_inference_steps=self.decode_steps,
-                guidance_scale=self.guidance, output_type="pt").images)             # [G, 3, H, W]
+                prompt_embeds=glyphs, prior_token_ids=group, generator=same_noise, height=self.height,
+                width=self.width, num_inference_steps=self.decode_steps, guidance_scale=self.guidance,
+                output_type="pt").images)                                           # [G, 3, H, W]
         return images
 
     def generate_with_tracking(self, prompts, group_size, seeds=None):
@@ -331,24 +330,21 @@ class GLMImageWrapper:
         return self.decode(prompts, tokens, seeds), tokens, logprobs
 
 # --- The tiny GLM-Image: the real classes at toy size, so that a laptop runs the code of the real one -------
-
 TINY_CODES = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)   # [V = 64, 3]: each code is an RGB colour
 
 def make_tiny_pipeline(seed=0, warmup_steps=300):
-    """A `GlmImagePipeline` of 0.3 M weights, made in memory, fitted for seconds (0 steps: left random)."""
+    """A `GlmImagePipeline` of 0.5 M weights, made in memory, fitted for seconds (0 steps: left random)."""
     torch.manual_seed(seed)
-    V, names = len(TINY_CODES), ("<bos>", "<eos>", "<pad>", "<unk>", "<image>", "<sop>", "<eop>")
-    words = [f"<code_{k}>" for k in range(V)] + [*names, *COLORS]       # any other word is read as <unk>
+    V, names = len(TINY_CODES), ("bos", "eos", "pad", "unk", "image", "grid_bos", "grid_eos")
+    special = {f"{name}_token": f"<{name}>" for name in names}
+    words = [f"<code_{k}>" for k in range(V)] + [*special.values(), *COLORS]    # any other word reads as <unk>
     vocab = {word: index for index, word in enumerate(words)}
     text = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     text.normalizer = tokenizers.normalizers.Lowercase()
     text.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    text = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=text, bos_token=names[0], eos_token=names[1], pad_token=names[2], unk_token=names[3],
-        padding_side="left", model_specific_special_tokens=dict(
-            image_token=names[4], grid_bos_token=names[5], grid_eos_token=names[6]))
+    text = transformers.PreTrainedTokenizerFast(tokenizer_object=text, padding_side="left", **special)
     processor = transformers.GlmImageProcessor(
-        GlmImageImageProcessorPil(), text, "{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
+        transformers.GlmImageImageProcessorPil(), text, "{{ messages[0].content[0].text }}")
     # GLM-Image drafts about 16 x 16 tokens at any size, too much noise for a toy: here half the large grid
     processor._get_target_shape = lambda height, width: (height // 32, width // 32, height // 64, width // 64)
     rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=.5, mrope_section=[1, 1, 2])
@@ -360,8 +356,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=300):
         vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
         vq_config=dict(embed_dim=16, num_embeddings=V, latent_channels=16)))
     ar.model.language_model.norm.weight.data.fill_(4)   # or the frozen head could never make a code likely
-    glyphs = transformers.T5EncoderModel(transformers.T5Config(
-        vocab_size=384, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+    glyphs = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, d_model=32, num_layers=0))
     glyphs.encoder.final_layer_norm.weight.data.zero_()     # the toy's painter ignores the quoted words
     dit = diffusers.GlmImageTransformer2DModel(
         in_channels=3, out_channels=3, num_layers=1, attention_head_dim=16, num_attention_heads=4,
@@ -372,8 +367,8 @@ def make_tiny_pipeline(seed=0, warmup_steps=300):
         latent_channels=3, latents_mean=(0.,) * 3, latents_std=(1.,) * 3, use_quant_conv=False,
         use_post_quant_conv=False)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
-    t5_text = transformers.ByT5Tokenizer()
-    pipe = diffusers.GlmImagePipeline(t5_text, processor, glyphs, ar, vae, dit, scheduler)
+    pipe = diffusers.GlmImagePipeline(
+        transformers.ByT5Tokenizer(), processor, glyphs, ar, vae, dit, scheduler)
     if warmup_steps:
         warm_up(GLMImageWrapper(pipe, 128, 128), warmup_steps)
     return pipe
@@ -395,9 +390,9 @@ def warm_up(wrapper, steps, batch=16):
                        t * 1000 - 1, torch.full((batch, 2), 64.), torch.zeros(batch, 2)).sample # [B, 3, 8, 8]
         painted = vae.decode(latents[:4] + 0.1 * noise[:4]).sample                  # [4, 3, 64, 64]
         # policy: a quarter of the tokens show the colour the prompt names, the others are random
-        names = [list(COLORS)[i] for i in torch.randint(len(COLORS), (batch,))]
-        lengths = torch.randint(9, (batch, 2)).tolist()
-        prompts = ["a " * i + name + " thing" * j for name, (i, j) in zip(names, lengths)]
+        picks = torch.randint(len(COLORS), (batch, 3)).tolist()
+        names = [list(COLORS)[k] for k, _, _ in picks]
+        prompts = ["a " * i + name + " thing" * j for name, (_, i, j) in zip(names, picks)]
         colors = torch.tensor([COLORS[name] for name in names]).float()             # [B, 3]
         shown = torch.cdist(colors, TINY_CODES).argmin(1, keepdim=True)             # [B, 1]
         tokens = torch.where(torch.rand(batch, 20) < 0.25, shown, torch.randint(V, (batch, 20))) # [B, T]
@@ -409,46 +404,34 @@ def warm_up(wrapper, steps, batch=16):
         schedule.step()
 
 # --- Pictures -----------------------------------------------------------------------------------------------
-
-def draw_samples(images, captions, columns=4, side=128):
-    """Images in rows, a caption of two lines under each -> one PIL image."""
-    sheet = Image.new("RGB", (columns * side, -(-len(images) // columns) * (side + 32)), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+def draw_grid(images, captions, columns):
+    """Images of one size in rows, a caption of two lines under each -> one PIL image."""
+    w, h = images[0].width + 4, images[0].height + 36
+    sheet = Image.new("RGB", (columns * w, -(-len(images) // columns) * h), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     for i, (image, caption) in enumerate(zip(images, captions)):
-        x, y = i % columns * side, i // columns * (side + 32)
-        sheet.paste(image.resize((side - 4, side - 4)), (x + 2, y + 2))
-        draw.text((x + side // 2, y + side + 14), caption, "black", font, "mm", align="center")
+        x, y = i % columns * w, i // columns * h
+        sheet.paste(image, (x + 2, y + 2))
+        draw.text((x + w // 2, y + h - 17), caption, "black", font, "mm", align="center")
     return sheet
 
-def draw_progress(before, after, rewards):
-    """The first and the latest samples, and right of them the mean reward of every step -> one PIL image."""
-    (w, h), low, high = before.size, min(rewards), max(rewards)
-    sheet = Image.new("RGB", (2 * w + 400, h + 30), "white")
-    sheet.paste(before, (0, 30))
-    sheet.paste(after, (w, 30))
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-    draw.line([(2 * w + 60 + 320 * i / max(1, len(rewards) - 1), h - (h - 50) * (r - low) / (high - low or 1))
-               for i, r in enumerate(rewards)], "crimson", 3)
-    for x, y, text in ((w // 2, 15, "before"), (w + w // 2, 15, "now"), (2 * w + 220, 15, "mean reward"),
-                       (2 * w + 28, h, f"{low:.2f}"), (2 * w + 28, 50, f"{high:.2f}")):
-        draw.text((x, y), text, "black", font, "mm")
-    return sheet
+def draw_curve(values, size):
+    """Values as a line from left to right, the lowest at the bottom -> a PIL image."""
+    (w, h), low, high, curve = size, min(values), max(values), Image.new("RGB", size, "white")
+    points = [(i / max(1, len(values) - 1) * w, h - (v - low) / (high - low or 1) * h) for i, v in enumerate(values)]
+    ImageDraw.Draw(curve).line(points, "crimson", 3)
+    return curve
 
 # --- The trainer --------------------------------------------------------------------------------------------
-
 class GRPOTrainer:
     """Trains the AR half of `wrapper` on `prompts`; args as from `parse_args`; results go to args.out."""
     def __init__(self, args, wrapper, prompts, targets):
         self.args, self.wrapper, self.prompts, self.targets = args, wrapper, prompts, targets
-        self.out, self.step, self.queue, self.clock = Path(args.out), 0, [], 0.0
+        self.out, self.step, self.queue, self.rows = Path(args.out), 0, [], []
+        self.rng = torch.Generator().manual_seed(args.seed)     # all that is random in a run comes from here
+        torch.manual_seed(args.seed)                            # and LoRA's first weights from here
         self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha)
         self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
-        self.rng = torch.Generator().manual_seed(args.seed)     # all that is random in a run comes from here
-
-    def lap(self):
-        """Seconds since the last call; the results are on the CPU by then, so a GPU has finished as well."""
-        before, self.clock = self.clock, time.perf_counter()
-        return self.clock - before
 
     def rollout(self):
         """Steps 1 to 4, no gradient -> N prompts, tokens [N, T], logprobs [N, T], advantages [N], metrics."""
@@ -460,31 +443,32 @@ class GRPOTrainer:
         transformers.set_seed(seeds.pop())                  # the global generators, for rewards that use them
         prompts = [self.prompts[i] for i in batch]                                  # P
         targets = [self.targets[i] for i in batch for _ in range(G)]                # N
-        self.lap()
+        start = time.perf_counter()
         tokens, logprobs = (x.cpu() for x in self.wrapper.sample(prompts, G, seeds))    # 1. write: [N, T]
-        seconds = {"sec_rollout": self.lap()}
+        sampled = time.perf_counter()
         images = self.wrapper.decode(prompts, tokens, seeds)                            # 2. paint: N images
-        seconds["sec_decode"] = self.lap()
-        prompts = [prompt for prompt in prompts for _ in range(G)]
+        painted = time.perf_counter()
+        prompts = [prompt for prompt in prompts for _ in range(G)]                      # N
         rewards, components = compute_rewards(images, prompts, targets, args.reward)    # 3. score: [N]
         advantages = compute_advantages(rewards, G, args.scale_rewards)                 # 4. compare: [N]
-        groups = rewards.view(-1, G)                                                # [P, G]
+        groups = rewards.view(-1, G)                                                    # [P, G]
         return prompts, tokens, logprobs, advantages, {
             "reward": rewards.mean().item(), "reward_std": groups.std(1).mean().item(),
             **{f"reward/{name}": values.mean().item() for name, values in components.items()},
-            "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(), **seconds,
-            "sec_reward": self.lap(), "tokens_per_sec": tokens.numel() / seconds["sec_rollout"]}
+            "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
+            "sec_rollout": sampled - start, "sec_decode": painted - sampled,
+            "sec_reward": time.perf_counter() - painted, "tokens_per_sec": tokens.numel() / (sampled - start)}
 
     def train_step(self, prompts, tokens, logprobs, advantages):
         """Step 5: num_iterations updates on one rollout -> metrics, means over the micro-batches."""
-        args, history, old_logprobs = self.args, [], {}
+        args, history, old_logprobs, start = self.args, [], {}, time.perf_counter()
         chunks = [slice(i, i + args.micro_batch_size) for i in range(0, len(tokens), args.micro_batch_size)]
         with self.lora.disabled(), torch.no_grad():
-            refs = [self.wrapper.compute_logprobs(prompts[rows], tokens[rows])[0] if args.kl_coef else None
-                    for rows in chunks]                                             # [B, T] each
+            ref_logprobs = [self.wrapper.compute_logprobs(prompts[rows], tokens[rows])[0] if args.kl_coef else None
+                            for rows in chunks]                                     # [B, T] each
         for _ in range(args.num_iterations):
             self.optimizer.zero_grad()
-            for rows, ref in zip(chunks, refs):
+            for rows, ref in zip(chunks, ref_logprobs):
                 new, entropy = self.wrapper.compute_logprobs(prompts[rows], tokens[rows])   # [B, T]
                 # Until the first update the policy is the one that sampled, so old is new, detached. Not the
                 # sampler's own numbers: in bf16 they may differ by more than the clip forgives (sampler_gap).
@@ -499,13 +483,14 @@ class GRPOTrainer:
             self.optimizer.step()
         metrics = {key: np.mean([row[key] for row in history]).item() for key in history[0]}
         metrics.update({key: max(row[key] for row in history) for key in ("ratio_max", "sampler_gap")})
-        return {**metrics, "grad_norm": norm.item(), "lr": args.lr, "sec_update": self.lap(),
+        return {**metrics, "grad_norm": norm.item(), "lr": args.lr, "sec_update": time.perf_counter() - start,
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0}
 
     def train(self):
         """The loop: rollout, update, log, until args.steps are done."""
         if self.step == 0:
             self.save_samples()                                                     # before training
+            self.save_checkpoint()
         for self.step in tqdm(range(self.step + 1, self.args.steps + 1), "training", disable=None):
             *rollout, metrics = self.rollout()
             self.log({"step": self.step, **metrics, **self.train_step(*rollout)})   # 6. log and keep
@@ -515,30 +500,32 @@ class GRPOTrainer:
                 self.save_checkpoint()
 
     def log(self, metrics):
-        """A JSON line in metrics.jsonl and an aligned one on the terminal."""
+        """A JSON line in metrics.jsonl, and the vital signs in an aligned line on the terminal."""
+        self.rows.append(metrics)
         with open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(metrics) + "\n")
-        tqdm.write("step {step:4d}  reward {reward:.3f} +- {reward_std:.3f}  loss {loss:+.4f}  kl {kl:.4f}  "
-                   "clip_frac {clip_frac:.2f}  entropy {entropy:.2f}  grad_norm {grad_norm:.2f}  "
-                   "sampler_gap {sampler_gap:.0e}".format(**metrics))
+        shown = ("step", "reward", "reward_std", "loss", "kl", "clip_frac", "entropy", "grad_norm", "sampler_gap")
+        tqdm.write(" ".join(f"{key} {metrics[key]:<8.3g}" for key in shown))
 
     def save_samples(self):
         """Fixed prompts and fixed seeds: from one picture to the next only the policy differs."""
         prompts, targets = self.prompts[:8], self.targets[:8]
         images, _, _ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))
         rewards, _ = compute_rewards(images, prompts, targets, self.args.reward)    # [8]
-        sheet = draw_samples(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())])
-        sheet.save(self.out / f"samples/step_{self.step:05d}.png")
+        now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())], columns=4)
+        now.save(self.out / f"samples/step_{self.step:05d}.png")
         if self.step:
-            rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
-            before = Image.open(self.out / "samples/step_00000.png")
-            draw_progress(before, sheet, [row["reward"] for row in rows]).save(self.out / "progress.png")
+            curve = [row["reward"] for row in self.rows]
+            caption = f"mean reward of steps 1 to {self.step}\n{min(curve):.3f} to {max(curve):.3f}"
+            sheets = [Image.open(self.out / "samples/step_00000.png"), now, draw_curve(curve, now.size)]
+            draw_grid(sheets, ["before", "now", caption], columns=3).save(self.out / "progress.png")
 
     def save_checkpoint(self):
         """adapter/ to use elsewhere, checkpoint.pt to go on from: renamed into place, never half written."""
         self.lora.save(self.out / "adapter", self.args.model)
-        state = {"step": self.step, "queue": self.queue, "rng": self.rng.get_state(), "args": vars(self.args),
-                 "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {"step": self.step, "rows": self.rows, "queue": self.queue, "rng": self.rng.get_state(),
+                 "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict(),
+                 "args": vars(self.args), "prompts": self.prompts}
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
 
@@ -549,14 +536,15 @@ class GRPOTrainer:
             self.lora.load_state_dict(state["adapter"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.rng.set_state(state["rng"])
-            self.step, self.queue = state["step"], state["queue"]
+            self.step, self.rows, self.queue = state["step"], state["rows"], state["queue"]
         except Exception as error:
-            raise ValueError(f"--resume: {path} is no checkpoint of this run ({error})") from error
-        lines = (self.out / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (self.out / "metrics.jsonl").write_text("".join(lines[:self.step]))     # the rest will be run again
+            raise ValueError(f"--resume: {path} is no checkpoint of this run ({error!r})") from error
+        if state["prompts"] != self.prompts:
+            raise ValueError(f"--resume: the prompts in {self.args.prompts} have changed since the run began")
+        self.optimizer.param_groups[0]["lr"] = self.args.lr
+        (self.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
 # --- The command line ---------------------------------------------------------------------------------------
-
 def parse_reward(text):
     """"color" or "color=1,jpeg=0.2" -> {"color": 1.0, "jpeg": 0.2}."""
     parts = [part.strip().partition("=") for part in text.split(",")]
@@ -567,15 +555,15 @@ def parse_reward(text):
 
 def parse_size(text):
     """"512" or "1024x768", width first -> [height, width]."""
-    width, height = map(int, (text.split("x") * 2)[:2])
+    width, height = map(int, text.split("x") if "x" in text else (text, text))
     if min(height, width) < 32 or height % 32 or width % 32:
         raise argparse.ArgumentTypeError(f"{text} is not made of multiples of 32")
     return [height, width]
 
 def load_prompts(path, need_targets):
     """A prompt a line, or prompt<TAB>target.png; # starts a comment. -> prompts, targets (images or None)."""
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    rows = [line.partition("\t") for line in lines if line and not line.startswith("#")]
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
+    rows = [line.partition("\t") for line in lines if line[:1] not in ("", "#")]
     if not rows:
         raise ValueError(f"--prompts: {path} holds no prompt")
     if need_targets and not all(target for _, _, target in rows):
@@ -586,12 +574,9 @@ def load_prompts(path, need_targets):
 
 def parse_args(argv=None):
     """One line a flag. Some defaults depend on --model, a resumed run brings its own. OSError, ValueError."""
-    def error(message):     # argparse would print its usage, too
-        raise ValueError(message)
-
-    parser = argparse.ArgumentParser(description="GRPO for GLM-Image", add_help=False, allow_abbrev=False,
+    parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error, add = error, parser.add_argument
+    add = parser.add_argument
     add("--model", help="hub id, folder or tiny; if not given: GLM-Image if a GPU has room for it, else tiny")
     add("--resume", metavar="RUN_DIR", help="go on with this run, with its own settings")
     first, _ = parser.parse_known_args(argv)
@@ -664,8 +649,7 @@ def main(argv=None):
         if not args.resume:
             shutil.copy(__file__, trainer.out / "grpo.py")
     except (OSError, ValueError) as error:
-        print(f"grpo.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS).error(" ".join(str(error).split()))
     trainer.train()
     print(f"pictures and curve: {trainer.out}/progress.png\nto use the adapter, with peft installed: "
           f'pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')

@@ -330,7 +330,7 @@ def test_samples_follow_the_distribution():
     tokens, logprobs = wrapper.sample(["red"], 20000, seeds=[0])
     ids, mask, grids = wrapper.encode(["red"])
     with torch.no_grad():
-        logp = wrapper.forward(ids, mask, grpo.build_position_ids(mask, grids)[:, :, :ids.shape[1]], last=1)
+        logp = wrapper.forward(ids, mask, grpo.build_position_ids(mask, grids)[:, :, :ids.shape[1]], num_last=1)
     expected = 20000 * logp[0, 0].exp()
     counts = tokens[:, 0].bincount(minlength=64)
     assert ((counts - expected) ** 2 / expected).sum() < 150
