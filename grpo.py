@@ -148,9 +148,9 @@ REWARDS = {"color": reward_color, "jpeg": reward_jpeg, "mse": reward_mse}
 
 def compute_rewards(images, prompts, targets, weights):
     """{name: weight} -> the weighted sum [N], and the components {name: [N]} as their functions gave them."""
-    N = len(images)
-    components = {k: torch.as_tensor(REWARDS[k](images, prompts, targets)).float().reshape(N) for k in weights}
-    return sum(weights[k] * values for k, values in components.items()), components
+    values = {name: torch.as_tensor(REWARDS[name](images, prompts, targets)) for name in weights}
+    values = {name: value.float().reshape(len(images)) for name, value in values.items()}   # [N] each
+    return sum(weights[name] * value for name, value in values.items()), values
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------------------------------------
 # Attention and MLP of the AR language model. The vision tower has layers of the same names: not those.
@@ -159,8 +159,8 @@ LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp
 class LoRA(nn.ParameterDict):
     """W x becomes W x + alpha / rank * B A x, W frozen and B = 0 at first, so that at first nothing changes.
 
-    Forward hooks add the low-rank part; the base model itself stays as it was (one LoRA per model, or they add
-    up). The parameters are fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight.
+    Forward hooks add the low-rank part; the base model itself stays as it was. (Two LoRAs in it add up.)
+    The parameters are fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight.
     """
     def __init__(self, model, rank, alpha):
         super().__init__()
@@ -242,7 +242,7 @@ class GLMImageWrapper:
         try:
             pipe = diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype)
         except Exception as error:
-            raise OSError(f"--model: cannot load {path}; --model tiny needs no download ({error!r})") from error
+            raise OSError(f"cannot load --model {path}; --model tiny needs no download: {error!r}") from error
         return cls(pipe, **settings)
 
     def encode(self, prompts):
@@ -337,7 +337,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=300):
     torch.manual_seed(seed)
     V, names = len(TINY_CODES), ("bos", "eos", "pad", "unk", "image", "grid_bos", "grid_eos")
     special = {f"{name}_token": f"<{name}>" for name in names}
-    words = [f"<code_{k}>" for k in range(V)] + [*special.values(), *COLORS]    # any other word reads as <unk>
+    words = [f"<code_{k}>" for k in range(V)] + [*special.values(), *COLORS]    # any other word is <unk>
     vocab = {word: index for index, word in enumerate(words)}
     text = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     text.normalizer = tokenizers.normalizers.Lowercase()
@@ -418,7 +418,8 @@ def draw_grid(images, captions, columns):
 def draw_curve(values, size):
     """Values as a line from left to right, the lowest at the bottom -> a PIL image."""
     (w, h), low, high, curve = size, min(values), max(values), Image.new("RGB", size, "white")
-    points = [(i / max(1, len(values) - 1) * w, h - (v - low) / (high - low or 1) * h) for i, v in enumerate(values)]
+    points = [(i * w / max(1, len(values) - 1), h - 4 - (value - low) / (high - low or 1) * (h - 8))
+              for i, value in enumerate(values)]
     ImageDraw.Draw(curve).line(points, "crimson", 3)
     return curve
 
@@ -464,8 +465,8 @@ class GRPOTrainer:
         args, history, old_logprobs, start = self.args, [], {}, time.perf_counter()
         chunks = [slice(i, i + args.micro_batch_size) for i in range(0, len(tokens), args.micro_batch_size)]
         with self.lora.disabled(), torch.no_grad():
-            ref_logprobs = [self.wrapper.compute_logprobs(prompts[rows], tokens[rows])[0] if args.kl_coef else None
-                            for rows in chunks]                                     # [B, T] each
+            ref_logprobs = [self.wrapper.compute_logprobs(prompts[rows], tokens[rows])[0]
+                            if args.kl_coef else None for rows in chunks]           # [B, T] each
         for _ in range(args.num_iterations):
             self.optimizer.zero_grad()
             for rows, ref in zip(chunks, ref_logprobs):
@@ -504,7 +505,7 @@ class GRPOTrainer:
         self.rows.append(metrics)
         with open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(metrics) + "\n")
-        shown = ("step", "reward", "reward_std", "loss", "kl", "clip_frac", "entropy", "grad_norm", "sampler_gap")
+        shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
         tqdm.write(" ".join(f"{key} {metrics[key]:<8.3g}" for key in shown))
 
     def save_samples(self):

@@ -26,13 +26,14 @@ def make_wrapper(height=128, width=64, temperature=0.9, **settings):
     return grpo.GLMImageWrapper(make_tiny_pipeline(0, warmup_steps=0), height, width, temperature, **settings)
 
 
-def make_trainer(out, *argv, **kwargs):
+def make_trainer(out, *argv):
+    """A trainer of the random toy, as the command would build it: 2 prompts x 4 images of 128 x 64 a step."""
     args = grpo.parse_args(["--model", "tiny", "--out", str(out), "--size", "64x128", "--decode-steps", "1",
                             "--batch-size", "2", "--steps", "4", *argv])
     (Path(out) / "samples").mkdir(parents=True, exist_ok=True)
     wrapper = make_wrapper(*args.size, args.temperature, decode_steps=args.decode_steps)
-    prompts = ["a red fox", "some yellow thing here", "green"]
-    return grpo.GRPOTrainer(args, wrapper, prompts, [None] * 3)
+    targets = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
+    return grpo.GRPOTrainer(args, wrapper, ["a red fox", "some yellow thing here", "green"], targets)
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +89,12 @@ def test_advantages_refuse(rewards, group_size, scale):
     with pytest.raises(ValueError) as error:
         grpo.compute_advantages(rewards, group_size, scale)
     assert "\n" not in str(error.value)
+
+
+def test_loss_refuses_an_unknown_importance():
+    """A typo must not silently mean "token"."""
+    with pytest.raises(ValueError):
+        grpo.compute_grpo_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), importance="seq")
 
 
 @pytest.mark.parametrize("ratio, advantage, surrogate, moves", [
@@ -204,10 +211,22 @@ def test_weighted_rewards_keep_their_components():
     assert torch.allclose(total, parts["color"] + 0.5 * parts["jpeg"]) and grpo.parse_reward("jpeg") == {"jpeg": 1.}
 
 
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, 2), [0.]])
+def test_a_reward_of_another_shape_is_an_error(monkeypatch, wrong):
+    """[N, 1] is as good as [N]; but summed with an [N] it once broadcast to [N, N] and trained on nonsense."""
+    monkeypatch.setitem(grpo.REWARDS, "jpeg", lambda *_: torch.tensor([[1.], [2.]]))
+    image = Image.new("RGB", (8, 8), "red")
+    total, _ = grpo.compute_rewards([image] * 2, ["red"] * 2, [None] * 2, {"color": 1., "jpeg": 1.})
+    assert total.tolist() == [2., 3.]
+    monkeypatch.setitem(grpo.REWARDS, "jpeg", lambda *_: wrong)
+    with pytest.raises(RuntimeError):
+        grpo.compute_rewards([image] * 2, ["red"] * 2, [None] * 2, {"color": 1., "jpeg": 1.})
+
+
 def test_prompts_file(tmp_path):
     """Comments and blank lines are skipped; a target is found beside the file, whatever the working directory."""
     Image.new("L", (3, 3)).save(tmp_path / "t.png")
-    (tmp_path / "p.txt").write_text("# no\n\n  a red fox\ta.png\n".replace("a.png", "t.png") + "plain\n")
+    (tmp_path / "p.txt").write_text("\ufeff# no\n\n  a red fox\tt.png\nplain\n", encoding="utf-8")
     prompts, targets = grpo.load_prompts(tmp_path / "p.txt", need_targets=False)
     assert prompts == ["a red fox", "plain"] and targets[0].mode == "RGB" and targets[1] is None
 
@@ -350,12 +369,27 @@ def test_images_come_from_the_large_tokens_and_the_noise_of_the_group(wrapper, s
 def test_painting_is_that_of_the_stock_pipeline(wrapper, sampled):
     """Given the tokens and the noise, `GlmImagePipeline` itself draws the same picture, row by row."""
     _, tokens, _ = sampled
-    image = wrapper.decode(PROMPTS[:1], tokens[:1], seeds=[7])[0]
+    ours = grpo.GLMImageWrapper(wrapper.pipe, 128, 64, decode_steps=3, guidance=4.0)
+    image = ours.decode(PROMPTS[:1], tokens[:1], seeds=[7])[0]
     codes = wrapper.pipe._upsample_token_ids(tokens[:1, 2:], 4, 2)
     noise = torch.randn(1, 3, 16, 8, generator=torch.Generator().manual_seed(7))
-    stock = wrapper.pipe(PROMPTS[0], prior_token_ids=codes, latents=noise, height=128, width=64,
-                         num_inference_steps=20, guidance_scale=1.5).images[0]
-    assert image.size == (64, 128) and image.tobytes() == stock.tobytes()
+    stock = [wrapper.pipe(PROMPTS[0], prior_token_ids=codes, latents=noise, height=128, width=64,
+                          num_inference_steps=3, guidance_scale=guidance).images[0].tobytes() for guidance in (4., 1.)]
+    assert image.size == (64, 128) and image.tobytes() == stock[0] != stock[1]
+
+
+def test_settings_of_the_wrapper(tmp_path, wrapper, sampled):
+    """No temperature given: the model's own, as GLM-Image brings 0.9. A dtype is a dtype, and bf16 samples."""
+    wrapper.pipe.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "vision_language_encoder/generation_config.json").read_text())
+    (tmp_path / "vision_language_encoder/generation_config.json").write_text(
+        json.dumps({**settings, "do_sample": True, "temperature": 0.9}))
+    loaded = grpo.GLMImageWrapper.from_pretrained(tmp_path, torch.bfloat16, height=128, width=64)
+    loaded.pipe.processor._get_target_shape = wrapper.pipe.processor._get_target_shape
+    assert loaded.temperature == 0.9 and loaded.ar.dtype == torch.bfloat16 and make_wrapper(temperature=None).temperature == 1
+    logprobs, _ = loaded.compute_logprobs(*sampled[:2])
+    assert logprobs.dtype == torch.float32 and 0 < (logprobs - sampled[2]).abs().max() < 0.2
+    assert len(loaded.generate_with_tracking(PROMPTS, 2, seeds=[0, 1])[0]) == 4
 
 
 def test_generate_with_tracking(wrapper, sampled):
@@ -477,36 +511,83 @@ def test_ratio_is_one_until_the_first_update(tmp_path):
     assert twice["ratio_max"] > 1.001 and twice["kl"] > 0 and twice["sampler_gap"] < 1e-5
 
 
+def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path):
+    """With moved adapters the KL is that between the two policies already at the first update."""
+    trainer = make_trainer(tmp_path, "--kl-coef", "0.1")
+    perturb(trainer.lora)
+    prompts, tokens, logprobs, advantages, _ = trainer.rollout()
+    with trainer.lora.disabled(), torch.no_grad():
+        delta = trainer.wrapper.compute_logprobs(prompts, tokens)[0] - logprobs
+    metrics = trainer.train_step(prompts, tokens, logprobs, advantages)
+    assert metrics["kl"] == pytest.approx((delta.exp() - delta - 1).mean().item(), rel=1e-3) and metrics["kl"] > 1e-3
+
+
+def test_settings_reach_the_update(tmp_path, monkeypatch):
+    """A flag that is parsed and then forgotten looks like a flag that does not help."""
+    argv = ["--clip-range", "0.3", "--clip-range-high", "0.4", "--kl-coef", "0.5", "--importance", "sequence",
+            "--scale-rewards", "none", "--num-iterations", "3", "--max-grad-norm", "1e-3", "--lora-rank", "2"]
+    trainer, calls, loss_function = make_trainer(tmp_path, *argv), [], grpo.compute_grpo_loss
+    monkeypatch.setattr(grpo, "compute_grpo_loss", lambda *a, **k: calls.append(a[3:]) or loss_function(*a, **k))
+    monkeypatch.setitem(grpo.REWARDS, "color", lambda images, *_: torch.arange(len(images)))
+    *rollout, _ = trainer.rollout()
+    metrics = trainer.train_step(*rollout)
+    assert rollout[3].tolist() == [-1.5, -.5, .5, 1.5] * 2
+    assert len(calls) == 3 * 2 and all(a[:2] == (0.3, 0.4) and a[2].shape == (4, 10) and a[3:] == (0.5, "sequence") for a in calls)
+    norm = torch.cat([p.grad.flatten() for p in trainer.lora.parameters()]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-2) and metrics["grad_norm"] > 1e-2
+    assert {state["step"].item() for state in trainer.optimizer.state.values()} == {3}
+    assert all(min(p.shape) == 2 for p in trainer.lora.parameters())
+
+
+def test_the_gap_between_sampler_and_trainer_is_measured(tmp_path):
+    trainer = make_trainer(tmp_path)
+    prompts, tokens, logprobs, advantages, _ = trainer.rollout()
+    logprobs[5, 3] += 0.1
+    assert trainer.train_step(prompts, tokens, logprobs, advantages)["sampler_gap"] == pytest.approx(0.1, rel=1e-3)
+
+
+def test_lora_starts_from_the_seed(tmp_path):
+    """Also for a model that was loaded, where nothing else has seeded the generator."""
+    wrapper = make_wrapper()
+    args = grpo.parse_args(["--model", "tiny", "--out", str(tmp_path), "--seed", "5"])
+    weights = []
+    for noise in (1, 2):
+        torch.manual_seed(noise)
+        weights.append(torch.cat([p.flatten() for p in grpo.GRPOTrainer(args, wrapper, [], []).lora.parameters()]))
+    assert torch.equal(*weights) and weights[0].abs().sum() > 0
+
+
 def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path, monkeypatch):
     """A reward that reads the prompt must meet the image of that prompt: p0 p0 .. p1 p1 .. through all of it."""
     trainer = make_trainer(tmp_path)
     seen = {}
 
     def spy(images, prompts, targets):
-        seen.update(images=images, prompts=prompts)
+        seen.update(prompts=prompts, targets=[target.getpixel((0, 0))[0] for target in targets])
         return torch.arange(len(images))
 
     monkeypatch.setitem(grpo.REWARDS, "color", spy)
     queue = torch.randperm(3, generator=torch.Generator().manual_seed(trainer.args.seed)).tolist()
     prompts, tokens, logprobs, advantages, metrics = trainer.rollout()
     assert prompts == seen["prompts"] == [trainer.prompts[i] for i in queue[:2] for _ in range(4)]
+    assert seen["targets"] == [i for i in queue[:2] for _ in range(4)]
     assert torch.equal(advantages, grpo.compute_advantages(torch.arange(8.), 4))
     with torch.no_grad():
         again, _ = trainer.wrapper.compute_logprobs(prompts, tokens)
     assert (again - logprobs).abs().max() < 1e-5 and metrics["reward"] == 3.5 and metrics["frac_zero_std"] == 0
 
 
-def test_resume_is_bit_for_bit(tmp_path):
-    """4 steps = 2 steps, a new process, 2 steps: weights, Adam's moments, data order, metrics. The extra line
-    stands for steps logged after the checkpoint was written: they are run again and must not be there twice."""
+def test_resume_is_bit_for_bit(tmp_path, monkeypatch):
+    """4 steps = 2 steps, a new process, 2 steps: weights, Adam's moments, data order, metrics, pictures, and a
+    reward that draws random numbers. The extra line stands for a step logged after the checkpoint was written."""
+    monkeypatch.setitem(grpo.REWARDS, "color", lambda images, *_: torch.rand(len(images)))
     straight = make_trainer(tmp_path / "a")
     straight.train()
-    first = make_trainer(tmp_path / "b", "--steps", "2")
-    first.train()
+    make_trainer(tmp_path / "b", "--steps", "2").train()
     with open(tmp_path / "b/metrics.jsonl", "a") as file:
         file.write('{"step": 3, "reward": 99.0}\n')
-    torch.manual_seed(99)       # a new process has another random state
     second = make_trainer(tmp_path / "b")
+    torch.manual_seed(99)       # a new process has another random state
     second.load_checkpoint(tmp_path / "b/checkpoint.pt")
     second.train()
     for a, b in zip(straight.lora.parameters(), second.lora.parameters()):
@@ -516,6 +597,27 @@ def test_resume_is_bit_for_bit(tmp_path):
     same = ("loss", "reward", "grad_norm", "kl", "entropy")
     assert [[row[key] for key in same] for row in rows[0]] == [[row[key] for key in same] for row in rows[1]]
     assert (tmp_path / "a/samples/step_00004.png").read_bytes() == (tmp_path / "b/samples/step_00004.png").read_bytes()
+
+
+def test_resume_takes_a_new_rate_and_refuses_other_prompts(tmp_path):
+    """Adam's state brings the old rate back, which once overruled --lr while the log showed the new one."""
+    make_trainer(tmp_path, "--steps", "1").train()
+    trainer = make_trainer(tmp_path, "--lr", "1e-6")
+    trainer.load_checkpoint(tmp_path / "checkpoint.pt")
+    assert trainer.optimizer.param_groups[0]["lr"] == 1e-6
+    trainer.prompts = trainer.prompts[:2]
+    with pytest.raises(ValueError, match="prompts"):
+        trainer.load_checkpoint(tmp_path / "checkpoint.pt")
+
+
+def test_fixed_pictures_use_fixed_seeds(tmp_path):
+    """Untrained, twice: the same file; the randomness of training in between must not show."""
+    trainer = make_trainer(tmp_path)
+    trainer.save_samples()
+    first = (tmp_path / "samples/step_00000.png").read_bytes()
+    trainer.rollout()
+    trainer.save_samples()
+    assert (tmp_path / "samples/step_00000.png").read_bytes() == first
 
 
 def test_a_checkpoint_is_data_and_never_code(tmp_path):
@@ -557,6 +659,7 @@ def test_what_a_run_leaves(run):
         assert (out / name).stat().st_size > 0, name
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 41)) and all(set(METRICS) <= set(row) for row in rows)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
     assert (out / "grpo.py").read_bytes() == (HERE / "grpo.py").read_bytes()
     assert stdout.startswith("model: tiny") and "progress.png" in stdout and "load_adapter" in stdout
     state = torch.load(out / "checkpoint.pt", weights_only=True)
@@ -574,9 +677,9 @@ def test_every_fixed_prompt_gets_closer_to_its_colour(run):
     prompts, _ = grpo.load_prompts(HERE / "prompts.txt", need_targets=False)
     sheets = [Image.open(run[0] / "samples" / name) for name in ("step_00000.png", "step_00040.png")]
     for i, prompt in enumerate(prompts[:8]):
-        x, y = i % 4 * 128 + 2, i // 4 * 160 + 2
-        before, after = grpo.reward_color([sheet.crop((x, y, x + 124, y + 124)) for sheet in sheets], [prompt] * 2)
-        assert after > before, prompt
+        x, y = i % 4 * 132 + 2, i // 4 * 164 + 2
+        before, after = grpo.reward_color([sheet.crop((x, y, x + 128, y + 128)) for sheet in sheets], [prompt] * 2)
+        assert after > before + 0.05, prompt
 
 
 def test_resume_from_the_command_line(run, monkeypatch, tmp_path):
@@ -595,9 +698,9 @@ BAD = [
     (["--prompts", "comments.txt"], "holds no prompt"), (["--prompts", "."], "directory"),
     (["--prompts", "latin1.txt"], "utf-8"), (["--group-size", "1"], "--group-size"),
     (["--group-size", "four"], "--group-size"), (["--size", "100"], "multiples of 32"), (["--size", "0"], "32"),
-    (["--size", "64x"], None), (["--size", "big"], "--size"), (["--reward", "beauty"], "color, jpeg, mse"),
+    (["--size", "64x"], "--size"), (["--size", "big"], "--size"), (["--size", "64x128x256"], "--size"), (["--reward", "beauty"], "color, jpeg, mse"),
     (["--reward", "color=much"], "--reward"), (["--reward", "color=nan"], "--reward"), (["--reward", ""], "--reward"),
-    (["--reward", "mse"], "target"), (["--model", "folder"], "--model tiny"),
+    (["--reward", "mse"], "target"), (["--model", "folder"], "--model tiny"), (["--model", "hollow"], "--model tiny"),
     (["--model", "no-such/model"], "--model tiny"), (["--resume", "folder"], "args.json"),
     (["--resume", "broken"], "broken"), (["--out", "empty.txt/run"], "empty.txt"), (["--out", "broken"], "--resume"),
     (["--micro-batch-size", "5"], "micro-batches"), (["--lr", "nan"], "--lr"), (["--lr", "-1"], "--lr"),
@@ -606,12 +709,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("argv, word", [case for case in BAD if case[1]], ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+@pytest.mark.parametrize("argv, word", BAD, ids=[" ".join(case[0]) for case in BAD])
 def test_bad_input_gets_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, argv, word):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "comments.txt").write_text("# only\n\n")
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "hollow/model_index.json").write_text("{}")
     trainer = make_trainer(tmp_path / "broken")
     (tmp_path / "broken/args.json").write_text(json.dumps(vars(trainer.args)))
     (tmp_path / "broken/checkpoint.pt").write_bytes(b"no checkpoint")
