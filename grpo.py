@@ -18,9 +18,9 @@ One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRP
   5. make the tokens of better images likelier and those of worse ones less likely, clipped as in PPO
   6. log, keep pictures and a checkpoint
 
-Left out on purpose: padding, end-of-sequence logic and loss masks (the image size alone sets the number of
-tokens); a value network; a second model as reference (it is the policy with its adapters off); training the
-DiT; guidance for the AR half (the model is used without); image-to-image.
+Left out on purpose: padded samples, end-of-sequence logic and loss masks (the image size alone sets the
+number of tokens); a value network; a second model as reference (it is the policy with its adapters off);
+training the DiT; guidance for the AR half (the model is used without); image-to-image.
 
     python grpo.py --group-size 4                         # without a GPU: a toy learns colours in a minute
     python grpo.py --model zai-org/GLM-Image --size 512   # the real one, on a large GPU
@@ -153,7 +153,7 @@ def compute_rewards(images, prompts, targets, weights):
     return sum(weights[name] * value for name, value in values.items()), values
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------------------------------------
-# Attention and MLP of the AR language model. The vision tower has layers of the same names: not those.
+# Attention and MLP of every layer of the AR language model, as transformers names them.
 LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)"
 
 class LoRA(nn.ParameterDict):
@@ -519,6 +519,8 @@ class GRPOTrainer:
             curve = [row["reward"] for row in self.rows]
             caption = f"mean reward of steps 1 to {self.step}\n{min(curve):.3f} to {max(curve):.3f}"
             sheets = [Image.open(self.out / "samples/step_00000.png"), now, draw_curve(curve, now.size)]
+            for sheet in sheets:
+                sheet.thumbnail((1024, 1024))       # in place, smaller only
             draw_grid(sheets, ["before", "now", caption], columns=3).save(self.out / "progress.png")
 
     def save_checkpoint(self):
