@@ -286,8 +286,8 @@ class GLMImageWrapper:
         for i in range(L, position_ids.shape[2]):
             if tokens:
                 logp = self.forward(tokens[-1], mask[:, :i], position_ids[:, :, i - 1:i], 1, cache)
-            for rows, generator in zip(noise, generators):
-                rows.exponential_(generator=generator)
+            for group_noise, generator in zip(noise, generators):
+                group_noise.exponential_(generator=generator)
             tokens.append((logp[:, 0] - noise.flatten(0, 1).log()).argmax(1, keepdim=True))     # [N, 1]
             logprobs.append(logp[:, 0].gather(1, tokens[-1]))                       # [N, 1]
         return torch.cat(tokens, 1), torch.cat(logprobs, 1)
@@ -428,7 +428,7 @@ class GRPOTrainer:
     """Trains the AR half of `wrapper` on `prompts`; args as from `parse_args`; results go to args.out."""
     def __init__(self, args, wrapper, prompts, targets):
         self.args, self.wrapper, self.prompts, self.targets = args, wrapper, prompts, targets
-        self.out, self.step, self.queue, self.rows = Path(args.out), 0, [], []
+        self.out, self.step, self.queue, self.history = Path(args.out), 0, [], []
         self.rng = torch.Generator().manual_seed(args.seed)     # all that is random in a run comes from here
         torch.manual_seed(args.seed)                            # and LoRA's first weights from here
         self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha)
@@ -462,7 +462,7 @@ class GRPOTrainer:
 
     def train_step(self, prompts, tokens, logprobs, advantages):
         """Step 5: num_iterations updates on one rollout -> metrics, means over the micro-batches."""
-        args, history, old_logprobs, start = self.args, [], {}, time.perf_counter()
+        args, micro_metrics, old_logprobs, start = self.args, [], {}, time.perf_counter()
         chunks = [slice(i, i + args.micro_batch_size) for i in range(0, len(tokens), args.micro_batch_size)]
         with self.lora.disabled(), torch.no_grad():
             ref_logprobs = [self.wrapper.compute_logprobs(prompts[rows], tokens[rows])[0]
@@ -479,11 +479,11 @@ class GRPOTrainer:
                     args.kl_coef, args.importance)
                 (loss * len(new) / len(tokens)).backward()  # by its share, so that its size changes nothing
                 gap = (logprobs[rows].to(new.device) - old).abs().max()
-                history.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
+                micro_metrics.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
             norm = nn.utils.clip_grad_norm_(self.lora.parameters(), args.max_grad_norm)
             self.optimizer.step()
-        metrics = {key: np.mean([row[key] for row in history]).item() for key in history[0]}
-        metrics.update({key: max(row[key] for row in history) for key in ("ratio_max", "sampler_gap")})
+        metrics = {key: np.mean([row[key] for row in micro_metrics]).item() for key in micro_metrics[0]}
+        metrics.update({key: max(row[key] for row in micro_metrics) for key in ("ratio_max", "sampler_gap")})
         return {**metrics, "grad_norm": norm.item(), "lr": args.lr, "sec_update": time.perf_counter() - start,
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0}
 
@@ -502,7 +502,7 @@ class GRPOTrainer:
 
     def log(self, metrics):
         """A JSON line in metrics.jsonl, and the vital signs in an aligned line on the terminal."""
-        self.rows.append(metrics)
+        self.history.append(metrics)
         with open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(metrics) + "\n")
         shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
@@ -516,7 +516,7 @@ class GRPOTrainer:
         now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())], columns=4)
         now.save(self.out / f"samples/step_{self.step:05d}.png")
         if self.step:
-            curve = [row["reward"] for row in self.rows]
+            curve = [row["reward"] for row in self.history]
             caption = f"mean reward of steps 1 to {self.step}\n{min(curve):.3f} to {max(curve):.3f}"
             sheets = [Image.open(self.out / "samples/step_00000.png"), now, draw_curve(curve, now.size)]
             for sheet in sheets:
@@ -526,7 +526,7 @@ class GRPOTrainer:
     def save_checkpoint(self):
         """adapter/ to use elsewhere, checkpoint.pt to go on from: renamed into place, never half written."""
         self.lora.save(self.out / "adapter", self.args.model)
-        state = {"step": self.step, "rows": self.rows, "queue": self.queue, "rng": self.rng.get_state(),
+        state = {"step": self.step, "history": self.history, "queue": self.queue, "rng": self.rng.get_state(),
                  "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict(),
                  "args": vars(self.args), "prompts": self.prompts}
         torch.save(state, self.out / "checkpoint.tmp")
@@ -539,13 +539,13 @@ class GRPOTrainer:
             self.lora.load_state_dict(state["adapter"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.rng.set_state(state["rng"])
-            self.step, self.rows, self.queue = state["step"], state["rows"], state["queue"]
+            self.step, self.history, self.queue = state["step"], state["history"], state["queue"]
         except Exception as error:
             raise ValueError(f"--resume: {path} is no checkpoint of this run ({error!r})") from error
         if state["prompts"] != self.prompts:
             raise ValueError(f"--resume: the prompts in {self.args.prompts} have changed since the run began")
         self.optimizer.param_groups[0]["lr"] = self.args.lr
-        (self.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        (self.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.history))
 
 # --- The command line ---------------------------------------------------------------------------------------
 def parse_reward(text):
