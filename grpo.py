@@ -29,7 +29,7 @@ training the DiT; guidance for the AR half (the model is used without); image-to
 Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., B some of them,
       L prompt tokens (padded on the left), T image tokens, V codes in the codebook, D width of a model.
 """
-import argparse, contextlib, functools, io, json, math, re, shutil, time
+import argparse, contextlib, functools, io, json, math, os, re, shutil, time
 from pathlib import Path
 
 import diffusers
@@ -540,9 +540,10 @@ class GRPOTrainer:
             self.optimizer.load_state_dict(state["optimizer"])
             self.rng.set_state(state["rng"])
             self.step, self.history, self.queue = state["step"], state["history"], state["queue"]
+            same_prompts = state["prompts"] == self.prompts
         except Exception as error:
             raise ValueError(f"--resume: {path} is no checkpoint of this run ({error!r})") from error
-        if state["prompts"] != self.prompts:
+        if not same_prompts:
             raise ValueError(f"--resume: the prompts in {self.args.prompts} have changed since the run began")
         self.optimizer.param_groups[0]["lr"] = self.args.lr
         (self.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.history))
@@ -584,6 +585,8 @@ def parse_args(argv=None):
     add("--resume", metavar="RUN_DIR", help="go on with this run, with its own settings")
     first, _ = parser.parse_known_args(argv)
     saved = json.loads(Path(first.resume, "args.json").read_text()) if first.resume else {}
+    if first.resume and "steps" not in saved:
+        raise ValueError(f"--resume: {first.resume}/args.json does not hold the settings of a run")
     room = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
     model = first.model or saved.get("model") or ("zai-org/GLM-Image" if room >= 60 else "tiny")
     tiny = model == "tiny"
@@ -631,6 +634,10 @@ def check_args(args):
                          f"into micro-batches of --micro-batch-size {args.micro_batch_size}")
     if not args.resume and Path(args.out, "args.json").exists():
         raise ValueError(f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
+    # found out here, not after 35 GB of model are loaded: the nearest folder that exists must take new files
+    folder = next(path for path in (Path(args.out).absolute() / "_").parents if path.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(f"--out: cannot write into {folder}")
 
 def main(argv=None):
     diffusers.utils.logging.set_verbosity_error()

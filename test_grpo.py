@@ -702,7 +702,7 @@ BAD = [
     (["--reward", "color=much"], "--reward"), (["--reward", "color=nan"], "--reward"), (["--reward", ""], "--reward"),
     (["--reward", "mse"], "target"), (["--model", "folder"], "--model tiny"), (["--model", "hollow"], "--model tiny"),
     (["--model", "no-such/model"], "--model tiny"), (["--resume", "folder"], "args.json"),
-    (["--resume", "broken"], "broken"), (["--out", "empty.txt/run"], "empty.txt"), (["--out", "broken"], "--resume"),
+    (["--resume", "broken"], "broken"), (["--resume", "headless"], "checkpoint"), (["--resume", "listed"], "args.json"), (["--out", "empty.txt/run"], "empty.txt"), (["--out", "broken"], "--resume"),
     (["--micro-batch-size", "5"], "micro-batches"), (["--lr", "nan"], "--lr"), (["--lr", "-1"], "--lr"),
     (["--clip-range", "inf"], "--clip-range"), (["--temperature", "0"], "--temperature"), (["--steps", "0"], "--steps"),
     (["--lora-rank", "0"], "--lora-rank"), (["--scale-rewards", "std"], "--scale-rewards"), (["--grop-size", "4"], "--grop"),
@@ -720,6 +720,12 @@ def test_bad_input_gets_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, 
     trainer = make_trainer(tmp_path / "broken")
     (tmp_path / "broken/args.json").write_text(json.dumps(vars(trainer.args)))
     (tmp_path / "broken/checkpoint.pt").write_bytes(b"no checkpoint")
+    for name, settings in (("headless", vars(trainer.args)), ("listed", [1])):      # JSON of the wrong kind; and
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.json").write_text(json.dumps(settings))
+    state = {"step": 1, "history": [], "queue": [], "rng": trainer.rng.get_state(),     # a checkpoint short of a key
+             "adapter": trainer.lora.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    torch.save(state, tmp_path / "headless/checkpoint.pt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed=0: make_tiny_pipeline(seed, warmup_steps=0))
@@ -729,6 +735,30 @@ def test_bad_input_gets_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, 
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("grpo.py: error: ") and word in lines[0]
     assert sorted(tmp_path.rglob("*")) == before        # nothing is written before all is known to be good
+
+
+@pytest.mark.parametrize("how", ["a file in the way", "no permission"])
+def test_unwritable_out_is_found_before_the_model_is_loaded(tmp_path, monkeypatch, capsys, how):
+    """Not after 35 GB of it: a folder that takes no files is bad input like any other."""
+    (tmp_path / "file").touch()
+    if how == "no permission":      # root, who runs some machines' tests, may write anywhere
+        monkeypatch.setattr(grpo.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: pytest.fail("the model was loaded first"))
+    out = tmp_path / ("file/run" if how == "a file in the way" else "new/run")
+    with pytest.raises(SystemExit) as stop:
+        grpo.main(["--model", "tiny", "--out", str(out)])
+    assert stop.value.code == 2 and "--out: cannot write into" in capsys.readouterr().err and not out.exists()
+
+
+def test_own_reward_of_the_readme_works(monkeypatch):
+    """The example is run as it stands, inside the file's own names."""
+    code = next(block for block in re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)
+                if "REWARDS[" in block)
+    monkeypatch.setattr(grpo, "REWARDS", dict(grpo.REWARDS))
+    exec(code, vars(grpo))
+    images = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+    assert grpo.compute_rewards(images, ["", ""], [None] * 2, grpo.parse_reward("warm=2"))[0].tolist() == [2.0, -2.0]
+    del grpo.reward_warm
 
 
 def test_readme_and_flags_agree():
