@@ -29,7 +29,7 @@ training the DiT; guidance for the AR half (the model is used without); image-to
 Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., B some of them,
       L prompt tokens (padded on the left), T image tokens, V codes in the codebook, D width of a model.
 """
-import argparse, contextlib, functools, io, json, math, os, re, shutil, time
+import argparse, contextlib, functools, io, json, math, os, re, shutil, sys, time
 from pathlib import Path
 
 import diffusers
@@ -101,13 +101,25 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     values = torch.stack([loss, policy_loss, kl, ratio.mean(), ratio.max(), clipped.float().mean()]).tolist()
     return loss, dict(zip(("loss", "policy_loss", "kl", "ratio_mean", "ratio_max", "clip_frac"), values))
 
-def compute_policy_logprobs(logits, temperature, codebook_size):
+def compute_policy_logprobs(logits, temperature, codebook_size, allowed=None):
     """log pi(code), THE distribution of the policy: sampler and trainer both call this and cannot disagree.
 
-    logits [..., vocab] -> [..., V] in fp32: a log-prob of -9 in bf16 is off by up to 0.03, so the ratio too.
-    The outputs behind the codebook (image start, image end, spares) are nothing the DiT could paint.
+    logits [..., vocab], allowed [..., V] (`compute_allowed`; None: all) -> [..., V] in fp32: in bf16 a log-prob
+    of -9 is off by up to 0.03, and the ratio too. The outputs behind the codebook are nothing to paint.
     """
-    return F.log_softmax(logits[..., :codebook_size].float() / temperature, dim=-1)
+    logits = logits[..., :codebook_size].float() / temperature                      # [..., V]
+    return F.log_softmax(logits if allowed is None else logits.masked_fill(~allowed, -math.inf), dim=-1)
+
+def compute_allowed(logprobs, top_p):
+    """The nucleus (arXiv 1904.09751): [..., V] -> bool [..., V], the likeliest codes that hold top_p of the mass.
+
+    The trap: sampled from the nucleus but scored by the whole softmax, every ratio is off by the mass cut away;
+    and a nucleus cut anew by the trainer is another one once the policy has moved. So the sampler keeps its
+    masks, and new, old and reference log-probs are all taken under them ("keep sampling mask", 2512.02556).
+    """
+    probs, codes = logprobs.exp().sort(-1, descending=True)                         # [..., V] each
+    keep = (probs.cumsum(-1) - probs < top_p) | (top_p >= 1)    # the mass of all likelier codes; 0 for the first
+    return torch.zeros_like(keep).scatter(-1, codes, keep)
 
 def pil_to_tensor(images):
     """PIL images of one size -> [N, 3, H, W], float in 0..1."""
@@ -152,12 +164,12 @@ def compute_rewards(images, prompts, targets, weights):
     values = {name: value.float().reshape(len(images)) for name, value in values.items()}   # [N] each
     return sum(weights[name] * value for name, value in values.items()), values
 
-# --- LoRA (arXiv 2106.09685): the weights that are trained --------------------------------------------------
+# --- The weights that are trained: LoRA adapters, or all of them ---------------------------------------------
 # Attention and MLP of every layer of the AR language model, as transformers names them.
 LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)"
 
 class LoRA(nn.ParameterDict):
-    """W x becomes W x + alpha / rank * B A x, W frozen and B = 0 at first, so that at first nothing changes.
+    """W x becomes W x + alpha / rank * B A x (arXiv 2106.09685), W frozen and B = 0: at first nothing changes.
 
     Forward hooks add the low-rank part; the base model itself stays as it was. (Two LoRAs in it add up.)
     The parameters are fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight.
@@ -172,30 +184,62 @@ class LoRA(nn.ParameterDict):
                 self[key + "/lora_A/weight"] = nn.Parameter(nn.init.kaiming_uniform_(A, a=math.sqrt(5)))
                 self[key + "/lora_B/weight"] = nn.Parameter(B)
                 linear.register_forward_hook(functools.partial(self.add_low_rank, key))
-        self.to(model.device)
 
     def add_low_rank(self, key, linear, inputs, output):
         if self.enabled:
             A, B = (self[f"{key}/lora_{x}/weight"].to(output.dtype) for x in "AB")  # [rank, in], [out, rank]
             return output + self.alpha / self.rank * F.linear(F.linear(inputs[0], A), B)
 
-    @contextlib.contextmanager
-    def disabled(self):
-        """Inside `with lora.disabled():` the model *is* the reference policy; no second copy is needed."""
-        self.enabled = False
-        try:
-            yield
-        finally:
-            self.enabled = True
+    def enable(self, enabled):
+        self.enabled = enabled
 
-    def save(self, folder, base_model):
-        """Writes what transformers' `load_adapter` and peft's `PeftModel.from_pretrained` read."""
+    def save(self, out, base_model):
+        """adapter/, as transformers' `load_adapter` and peft's `PeftModel.from_pretrained` read it."""
+        folder, config = out / "adapter", {
+            "peft_type": "LORA", "base_model_name_or_path": base_model, "target_modules": LORA_TARGETS,
+            "r": self.rank, "lora_alpha": self.alpha, "bias": "none", "inference_mode": True}
         folder.mkdir(exist_ok=True)
         weights = {"base_model.model." + k.replace("/", "."): v.detach().cpu() for k, v in self.items()}
         save_file(weights, folder / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "base_model_name_or_path": base_model, "target_modules": LORA_TARGETS,
-                  "r": self.rank, "lora_alpha": self.alpha, "bias": "none", "inference_mode": True}
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+class FullWeights(nn.ParameterDict):
+    """All weights of the AR language model and its head in fp32, on the CPU, and so AdamW's state beside them.
+
+    The model computes with roundings of them, bf16 on a GPU. Each gradient comes over once it is ready, and
+    its place on the GPU is free again. The reference, the model as it came, waits on the CPU as well.
+    """
+    def __init__(self, model):
+        super().__init__()
+        self.live, self.base, self.save_pretrained = {}, {}, model.save_pretrained
+        for name, weight in model.named_parameters():
+            if name.startswith(("model.language_model.", "lm_head.")):
+                key = name.replace(".", "/")
+                self.live[key], self.base[key] = weight.requires_grad_(), weight.detach().to("cpu", copy=True)
+                self[key] = nn.Parameter(self.base[key].to(torch.float32, copy=True))
+                weight.register_post_accumulate_grad_hook(functools.partial(self.fetch_grad, self[key]))
+
+    def fetch_grad(self, master, weight):
+        grad, weight.grad = weight.grad.to("cpu", torch.float32), None
+        master.grad = grad if master.grad is None else master.grad + grad
+
+    @torch.no_grad()
+    def enable(self, enabled):
+        for key, weight in self.live.items():
+            weight.copy_((self if enabled else self.base)[key])
+
+    def save(self, out, base_model):
+        """vision_language_encoder/, in the place of the pipeline's folder of that name."""
+        self.save_pretrained(out / "vision_language_encoder")
+
+@contextlib.contextmanager
+def reference_policy(weights):
+    """Inside, the model *is* the reference policy, its weights untrained: no second copy on the GPU."""
+    weights.enable(False)
+    try:
+        yield
+    finally:
+        weights.enable(True)
 
 # --- GLM-Image: prompt -> tokens -> image, with the log-probs GRPO needs ------------------------------------
 def build_position_ids(attention_mask, grids):
@@ -221,161 +265,240 @@ def build_position_ids(attention_mask, grids):
     return torch.cat(parts, dim=2)
 
 class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy: `ar`, the part LoRA trains, `sample`, `compute_logprobs`, `decode`.
+    """A `GlmImagePipeline` as a policy: `ar`, the part that is trained, `sample`, `compute_logprobs`, `decode`.
     Another autoregressive image model needs a class with these four; nothing else in this file changes.
 
-    height, width: pixels. temperature: None is the model's own. decode_steps, guidance: of the DiT.
+    height, width: pixels. temperature, top_p: of the sampling; None is the model's own. guidance: of the DiT.
+    offload: the device holds only what a phase needs; None: if all would fill 60 % of its free memory.
     """
-    def __init__(self, pipe, height, width, temperature=None, decode_steps=20, guidance=1.5, device="cpu"):
-        self.pipe, self.ar, self.device = pipe.to(device), pipe.vision_language_encoder, device
-        self.height, self.width, self.decode_steps, self.guidance = height, width, decode_steps, guidance
-        self.temperature = temperature or self.ar.generation_config.temperature or 1.0
+    def __init__(self, pipe, height, width, temperature=None, top_p=None, guidance=1.5, offload=None, device="cpu"):
+        self.processor, self.ar, self.device = pipe.processor, pipe.vision_language_encoder, device
+        self.height, self.width, self.guidance, own = height, width, guidance, self.ar.generation_config
+        self.temperature, self.top_p = temperature or own.temperature or 1.0, top_p or own.top_p or 1.0
         self.codebook_size = pipe.transformer.config.prior_vq_quantizer_codebook_size
-        pipe.set_progress_bar_config(disable=True)
+        # without the AR half, because a pipeline works on the device of its first part
+        self.painter = diffusers.GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
+        self.painter.set_progress_bar_config(disable=True)
         pipe.vae.enable_slicing()                   # an image at a time: at 1024 x 1024 each takes gigabytes
-        for module in (self.ar, pipe.text_encoder, pipe.transformer, pipe.vae):
+        self.ar.model.language_model.activation_checkpointing_enable()
+        # what the phases need; the vision tower and the VQ model are for image-to-image and stay on the CPU
+        phases = {"write": (self.ar.model.language_model, self.ar.lm_head),
+                  "paint": (pipe.text_encoder, pipe.transformer, pipe.vae)}
+        for module in (self.ar, *phases["paint"]):
             module.eval().requires_grad_(False)     # eval: dropout would score the same tokens differently
+        tensors = {phase: [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+                   for phase, modules in phases.items()}
+        if offload is None:
+            size = sum(tensor.nbytes for phase in tensors.values() for tensor in phase)
+            offload = device == "cuda" and size > 0.6 * torch.cuda.mem_get_info()[0]
+        self.phase, self.homes = None, {}           # home: where a tensor waits, in pinned memory of the CPU
+        for phase in tensors:
+            for tensor in tensors[phase]:
+                tensor.data = tensor.data.to("cpu" if offload else device)
+            if offload:
+                self.homes[phase] = [(t, t.data.pin_memory() if device == "cuda" else t.data) for t in tensors[phase]]
 
     @classmethod
-    def from_pretrained(cls, path, dtype=torch.float32, **settings):
-        """path: a hub id or a folder written by `GlmImagePipeline.save_pretrained`. Raises OSError."""
+    def from_pretrained(cls, path, dtype=torch.float32, seed=0, **settings):
+        """path: a hub id, a folder written by `GlmImagePipeline.save_pretrained`, tiny or random. OSError."""
+        if path in ("tiny", "random"):
+            return cls(make_tiny_pipeline(seed) if path == "tiny" else make_random_pipeline(), **settings)
         try:
-            pipe = diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype)
+            return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype), **settings)
         except Exception as error:
             raise OSError(f"cannot load --model {path}; --model tiny needs no download: {error!r}") from error
-        return cls(pipe, **settings)
+
+    def place(self, phase=None):
+        """CPU offloading: what `phase` needs comes to the device, once all else has left it. Frozen weights
+        never change and leave by being forgotten there; trained ones are copied."""
+        if phase == self.phase:
+            return
+        for name in sorted(self.homes, key=phase.__eq__):       # the one that comes is last
+            for tensor, home in self.homes[name]:
+                if tensor.requires_grad:
+                    home.copy_(tensor.data)
+                tensor.data = home.to(self.device, non_blocking=True) if name == phase else home
+            torch.cuda.empty_cache()
+        self.phase = phase
 
     def encode(self, prompts):
         """The pipeline's own prompt format -> ids [B, L], mask [B, L], grids [draft (h, w), large (h, w)]."""
         chats = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
         options = dict(target_h=self.height, target_w=self.width, padding=True, padding_side="left")
-        inputs = self.pipe.processor.apply_chat_template(
+        inputs = self.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=options
         ).to(self.device)
         large, draft = inputs["image_grid_thw"][:2, 1:].tolist()    # listed large first, written draft first
         return inputs["input_ids"], inputs["attention_mask"], [draft, large]
 
     def forward(self, ids, mask, position_ids, num_last, cache=None):
-        """log pi of the code after each of the last positions, [B, num_last, V]; only those need the head."""
+        """The logits behind each of the last positions, [B, num_last, vocab]; only those need the head."""
+        for layer in self.ar.model.language_model.layers:
+            layer.training = torch.is_grad_enabled()    # makes the backward pass recompute its activations
         hidden = self.ar.model.language_model(      # the classes around it insert positions of their own
             input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
             use_cache=cache is not None).last_hidden_state[:, -num_last:]       # [B, num_last, D]
-        return compute_policy_logprobs(self.ar.lm_head(hidden), self.temperature, self.codebook_size)
+        return self.ar.lm_head(hidden)
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
-        """P prompts and a seed for each -> tokens [N, T], logprobs [N, T]; all N rows grow in one batch.
+        """P prompts, a seed for each -> tokens [N, T], logprobs [N, T], allowed [N, T, V / 8]: bits, in numpy.
 
         First a small draft of the image, then the large grid: only that is painted, but both are actions.
         Stock `generate` would not do: asked for several sequences it mixes up the grids, it may end early,
         and unless told otherwise it draws from the 50 likeliest codes alone.
         """
+        self.place("write")
         ids, mask, grids = self.encode(prompts)                                     # [P, L]
         position_ids, L = build_position_ids(mask, grids), ids.shape[1]             # [3, P, L + T]
-        cache = transformers.DynamicCache(config=self.ar.config.text_config)
-        logp = self.forward(ids, mask, position_ids[:, :, :L], 1, cache)            # [P, 1, V]
-        cache.batch_repeat_interleave(group_size)       # each prompt is read once and serves its whole group
-        logp, mask = (x.repeat_interleave(group_size, 0) for x in (logp, mask))     # [N, 1, V], [N, L]
+        T = position_ids.shape[2] - L
+        tokens, mask = F.pad(ids, (0, T)), F.pad(mask, (0, T), value=1).bool()      # [P, L + T]
+        # Each prompt is read once, but for its last token; its keys and values then serve the whole group.
+        cache = transformers.StaticCache(self.ar.config.text_config, L + T)
+        self.forward(tokens[:, :L - 1], mask, position_ids[:, :, :L - 1], 1, cache)
+        for layer in cache.layers:
+            layer.keys, layer.values = (x.repeat_interleave(group_size, 0) for x in (layer.keys, layer.values))
+        tokens, mask = (x.repeat_interleave(group_size, 0) for x in (tokens, mask)) # [N, L + T]
         position_ids = position_ids.repeat_interleave(group_size, 1)                # [3, N, L + T]
-        mask = F.pad(mask, (0, position_ids.shape[2] - L), value=1)                 # [N, L + T]
-        # argmax(p / Exponential(1)) draws from p (the Gumbel-max trick). Every prompt has its own stream of
-        # noise, so that what it gets does not depend on its neighbours in the batch.
-        generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
+        logprobs = torch.zeros_like(tokens, dtype=torch.float32)                    # [N, L + T]
+        allowed = torch.ones(*tokens.shape, self.codebook_size, dtype=torch.bool, device=self.device)
         noise = torch.empty(len(prompts), group_size, self.codebook_size, device=self.device)   # [P, G, V]
-        tokens, logprobs = [], []
-        for i in range(L, position_ids.shape[2]):
-            if tokens:
-                logp = self.forward(tokens[-1], mask[:, :i], position_ids[:, :, i - 1:i], 1, cache)
+        columns, at = torch.arange(L + T, device=self.device), torch.tensor([L - 1], device=self.device)
+
+        def step():     # reads column `at`, writes the next; no tensor moves, so that a CUDA graph can replay it
+            visible = (mask & (columns <= at))[:, None, None]                       # [N, 1, 1, L + T]
+            logits = self.forward(tokens[:, at], visible, position_ids[:, :, at], 1, cache)[:, 0]   # [N, vocab]
+            logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size)            # [N, V]
+            nucleus = compute_allowed(logp, self.top_p)                                             # [N, V]
+            logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size, nucleus)   # [N, V]
+            # argmax(p / Exponential(1)) draws from p, the Gumbel-max trick, and the CPU need not know what
+            code = (logp - noise.flatten(0, 1).clamp(min=1e-30).log()).argmax(1, keepdim=True)      # [N, 1]
+            at.add_(1)
+            tokens[:, at], logprobs[:, at], allowed[:, at] = code, logp.gather(1, code), nucleus[:, None]
+
+        # Every prompt has its own stream of noise: what it gets does not depend on its neighbours in the batch.
+        generators, run = [torch.Generator(self.device).manual_seed(seed) for seed in seeds], step
+        for i in range(T):
             for group_noise, generator in zip(noise, generators):
                 group_noise.exponential_(generator=generator)
-            tokens.append((logp[:, 0] - noise.flatten(0, 1).log()).argmax(1, keepdim=True))     # [N, 1]
-            logprobs.append(logp[:, 0].gather(1, tokens[-1]))                       # [N, 1]
-        return torch.cat(tokens, 1), torch.cat(logprobs, 1)
+            run()
+            if i == 0 and self.device == "cuda":    # from now on one launch instead of some thousands
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step()
+                run = graph.replay
+        return tokens[:, L:].cpu(), logprobs[:, L:].cpu(), np.packbits(allowed[:, L:].cpu().numpy(), axis=-1)
 
-    def compute_logprobs(self, prompts, tokens):
-        """Teacher forcing, all tokens in one pass: B prompts, tokens [B, T] -> logprobs [B, T] with gradient,
-        and the entropy of the policy at each token [B, T] without."""
+    def compute_logprobs(self, prompts, tokens, allowed=None):
+        """Teacher forcing, all tokens in one pass: B prompts, tokens [B, T], allowed [B, T, V / 8] (None: all)
+        -> logprobs [B, T] with gradient, and the entropy of the policy at each token [B, T] without."""
+        self.place("write")
         ids, mask, grids = self.encode(prompts)                                     # [B, L]
         tokens, T = tokens.to(self.device), tokens.shape[1]                         # [B, T]
+        if allowed is not None:
+            allowed = torch.from_numpy(np.unpackbits(allowed, axis=-1)).bool().to(self.device)      # [B, T, V]
         position_ids = build_position_ids(mask, grids)[:, :, :-1]                   # [3, B, L + T - 1]
         ids, mask = torch.cat([ids, tokens[:, :-1]], 1), F.pad(mask, (0, T - 1), value=1)   # [B, L + T - 1]
-        logp = self.forward(ids, mask, position_ids, T)                             # [B, T, V]
-        entropy = -(logp.detach().exp() * logp.detach()).sum(2)                     # [B, T]
-        return logp.gather(2, tokens[:, :, None])[:, :, 0], entropy
+        logits = self.forward(ids, mask, position_ids, T)                           # [B, T, vocab]
+        logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size, allowed)       # [B, T, V]
+        return logp.gather(2, tokens[:, :, None])[:, :, 0], torch.special.entr(logp.detach().exp()).sum(2)
 
     @torch.no_grad()
-    def decode(self, prompts, tokens, seeds):
+    def decode(self, prompts, tokens, seeds, decode_steps=20, micro_batch_size=4):
         """P prompts, tokens [N, T], a seed for each prompt -> N PIL images.
 
         The images of a group start from the same noise (as in DanceGRPO, arXiv 2505.07818) and the DiT adds
         none: rewards differ because tokens do, not by luck. One group at a time, as quoted words of different
         length would be padded, and the DiT does not mask the padding.
         """
+        self.place("paint")
         h, w, images = self.height // 32, self.width // 32, []
         codes = tokens[:, -h * w:].view(-1, h, w).to(self.device)                   # [N, h, w]
         codes = codes.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)    # [N, 4 * h * w]
         for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
-            glyphs, _ = self.pipe.encode_prompt(prompt, False, num_images_per_prompt=len(group))
-            same_noise = [torch.Generator().manual_seed(seed) for _ in group]
-            images += tensor_to_pil(self.pipe(
-                prompt_embeds=glyphs, prior_token_ids=group, generator=same_noise, height=self.height,
-                width=self.width, num_inference_steps=self.decode_steps, guidance_scale=self.guidance,
-                output_type="pt").images)                                           # [G, 3, H, W]
+            glyphs, _ = self.painter.encode_prompt(prompt, False)                   # [1, any, D]
+            for part in group.split(micro_batch_size):
+                same_noise = [torch.Generator().manual_seed(seed) for _ in part]
+                images += tensor_to_pil(self.painter(
+                    prompt_embeds=glyphs.repeat(len(part), 1, 1), prior_token_ids=part, generator=same_noise,
+                    height=self.height, width=self.width, num_inference_steps=decode_steps,
+                    guidance_scale=self.guidance, output_type="pt").images)         # [B, 3, H, W]
+        self.place()            # leaves the device to the rewards
         return images
 
-    def generate_with_tracking(self, prompts, group_size, seeds=None):
-        """P prompts -> N PIL images, the tokens [N, T] they were painted from, and their logprobs [N, T]."""
+    def generate_with_tracking(self, prompts, group_size, seeds=None, **decoding):
+        """P prompts -> N PIL images, and what `sample` gave: tokens, logprobs, allowed."""
         seeds = torch.randint(2**31, (len(prompts),)).tolist() if seeds is None else seeds
-        tokens, logprobs = self.sample(prompts, group_size, seeds)
-        return self.decode(prompts, tokens, seeds), tokens, logprobs
+        tokens, logprobs, allowed = self.sample(prompts, group_size, seeds)
+        return self.decode(prompts, tokens, seeds, **decoding), tokens, logprobs, allowed
 
-# --- The tiny GLM-Image: the real classes at toy size, so that a laptop runs the code of the real one -------
+# --- GLM-Image without a download: tiny, the same classes at toy size, and random, at real size -------------
 TINY_CODES = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)   # [V = 64, 3]: each code is an RGB colour
+TINY = dict(
+    V=64, mrope_section=[1, 1, 2], text=dict(
+        vocab_size=80, vision_vocab_size=72, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2),
+    vision=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
+    vq=dict(embed_dim=16, num_embeddings=64, latent_channels=16), glyphs=dict(d_model=32, num_layers=0),
+    dit=dict(num_layers=1, attention_head_dim=16, num_attention_heads=4, time_embed_dim=32, condition_dim=8),
+    vae=dict(latent_channels=3, block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=1))
+REAL = dict(        # else the defaults of transformers and diffusers; the VAE is taken to be that of CogView4
+    V=16384, mrope_section=[8, 12, 12], text={}, vision={}, vq={},
+    glyphs=dict(d_model=1472, d_ff=3584, num_layers=12, num_heads=6, feed_forward_proj="gated-gelu"),
+    dit=dict(attention_head_dim=128, num_attention_heads=32),
+    vae=dict(latent_channels=16, block_out_channels=(128, 512, 1024, 1024), layers_per_block=3))
 
-def make_tiny_pipeline(seed=0, warmup_steps=300):
-    """A `GlmImagePipeline` of 0.5 M weights, made in memory, fitted for seconds (0 steps: left random)."""
-    torch.manual_seed(seed)
-    V, names = len(TINY_CODES), ("bos", "eos", "pad", "unk", "image", "grid_bos", "grid_eos")
+def make_pipeline(V, mrope_section, text, vision, vq, glyphs, dit, vae, device="cpu", dtype=torch.float32):
+    """A `GlmImagePipeline` of these sizes with random weights, each part made on `device` and left on the CPU."""
+    names = ("bos", "eos", "pad", "unk", "image", "grid_bos", "grid_eos")
     special = {f"{name}_token": f"<{name}>" for name in names}
     words = [f"<code_{k}>" for k in range(V)] + [*special.values(), *COLORS]    # any other word is <unk>
     vocab = {word: index for index, word in enumerate(words)}
-    text = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
-    text.normalizer = tokenizers.normalizers.Lowercase()
-    text.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    text = transformers.PreTrainedTokenizerFast(tokenizer_object=text, padding_side="left", **special)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
     processor = transformers.GlmImageProcessor(
-        transformers.GlmImageImageProcessorPil(), text, "{{ messages[0].content[0].text }}")
-    # GLM-Image drafts about 16 x 16 tokens at any size, too much noise for a toy: here half the large grid
-    processor._get_target_shape = lambda height, width: (height // 32, width // 32, height // 64, width // 64)
-    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=.5, mrope_section=[1, 1, 2])
-    ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
-        image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4, text_config=dict(
-            vocab_size=len(vocab), vision_vocab_size=V + 8, eos_token_id=V + 1, pad_token_id=V + 2,
-            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, rope_parameters=rope),
-        vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
-        vq_config=dict(embed_dim=16, num_embeddings=V, latent_channels=16)))
-    ar.model.language_model.norm.weight.data.fill_(4)   # or the frozen head could never make a code likely
-    glyphs = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, d_model=32, num_layers=0))
-    glyphs.encoder.final_layer_norm.weight.data.zero_()     # the toy's painter ignores the quoted words
-    dit = diffusers.GlmImageTransformer2DModel(
-        in_channels=3, out_channels=3, num_layers=1, attention_head_dim=16, num_attention_heads=4,
-        text_embed_dim=32, time_embed_dim=32, condition_dim=8, prior_vq_quantizer_codebook_size=V)
-    vae = diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=1, mid_block_add_attention=False,
-        latent_channels=3, latents_mean=(0.,) * 3, latents_std=(1.,) * 3, use_quant_conv=False,
-        use_post_quant_conv=False)
+        transformers.GlmImageImageProcessorPil(), tokenizer, "{{ messages[0].content[0].text }}")
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=.5, mrope_section=mrope_section)
+    C = vae["latent_channels"]
+    with torch.device(device), transformers.modeling_utils.local_torch_dtype(dtype):
+        ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
+            image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4, vision_config=vision, vq_config=vq,
+            text_config=dict(eos_token_id=V + 1, pad_token_id=V + 2, rope_parameters=rope, **text))).cpu()
+        t5 = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, **glyphs)).cpu()
+        dit = diffusers.GlmImageTransformer2DModel(
+            in_channels=C, out_channels=C, text_embed_dim=glyphs["d_model"], prior_vq_quantizer_codebook_size=V,
+            **dit).cpu()
+        vae = diffusers.AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+            mid_block_add_attention=False, latents_mean=(0.,) * C, latents_std=(1.,) * C, use_quant_conv=False,
+            use_post_quant_conv=False, **vae).cpu()
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
-    pipe = diffusers.GlmImagePipeline(
-        transformers.ByT5Tokenizer(), processor, glyphs, ar, vae, dit, scheduler)
+    return diffusers.GlmImagePipeline(transformers.ByT5Tokenizer(), processor, t5, ar, vae, dit, scheduler)
+
+def make_random_pipeline():
+    """Does it fit, and how fast is it? What the real model would tell, except for the pictures."""
+    pipe = make_pipeline(**REAL, device="cuda", dtype=torch.bfloat16)
+    pipe.vision_language_encoder.generation_config.update(temperature=0.9, top_p=0.75)
+    return pipe
+
+def make_tiny_pipeline(seed=0, warmup_steps=300):
+    """A pipeline of 0.5 M weights, fitted for seconds (0 steps: left random)."""
+    torch.manual_seed(seed)
+    pipe = make_pipeline(**TINY)
+    # or the frozen head could never make a code likely; and the toy's painter ignores the quoted words
+    pipe.vision_language_encoder.model.language_model.norm.weight.data.fill_(4)
+    pipe.text_encoder.encoder.final_layer_norm.weight.data.zero_()
+    # GLM-Image drafts about 16 x 16 tokens at any size, too much noise for a toy: here half the large grid
+    pipe.processor._get_target_shape = lambda height, width: (height // 32, width // 32, height // 64, width // 64)
     if warmup_steps:
         warm_up(GLMImageWrapper(pipe, 128, 128), warmup_steps)
     return pipe
 
 def warm_up(wrapper, steps, batch=16):
     """Supervised: DiT and VAE learn to paint codes, the policy gets a weak idea of colour, to start from."""
-    dit, vae, ar, V = wrapper.pipe.transformer, wrapper.pipe.vae, wrapper.ar, len(TINY_CODES)
+    dit, vae, ar, V = wrapper.painter.transformer, wrapper.painter.vae, wrapper.ar, len(TINY_CODES)
     modules = (dit, vae.decoder, ar.model.language_model, ar.lm_head)
     optimizer = torch.optim.Adam([p.requires_grad_() for module in modules for p in module.parameters()])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
@@ -431,11 +554,14 @@ class GRPOTrainer:
         self.out, self.step, self.queue, self.history = Path(args.out), 0, [], []
         self.rng = torch.Generator().manual_seed(args.seed)     # all that is random in a run comes from here
         torch.manual_seed(args.seed)                            # and LoRA's first weights from here
-        self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha)
-        self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
+        self.weights = (LoRA(wrapper.ar, args.lora_rank, args.lora_alpha).to(wrapper.device) if args.lora_rank
+                        else FullWeights(wrapper.ar))
+        self.optimizer = torch.optim.AdamW(self.weights.parameters(), lr=args.lr, weight_decay=0.0)
+        self.decoding = dict(decode_steps=args.decode_steps, micro_batch_size=args.micro_batch_size)
 
     def rollout(self):
-        """Steps 1 to 4, no gradient -> N prompts, tokens [N, T], logprobs [N, T], advantages [N], metrics."""
+        """Steps 1 to 4, no gradient, all on the CPU -> prompts (N), tokens, logprobs [N, T], allowed
+        [N, T, V / 8], advantages [N], metrics."""
         args, G = self.args, self.args.group_size
         while len(self.queue) < args.batch_size:            # every prompt once, in a new order, then again
             self.queue += torch.randperm(len(self.prompts), generator=self.rng).tolist()
@@ -444,33 +570,36 @@ class GRPOTrainer:
         transformers.set_seed(seeds.pop())                  # the global generators, for rewards that use them
         prompts = [self.prompts[i] for i in batch]                                  # P
         targets = [self.targets[i] for i in batch for _ in range(G)]                # N
-        start = time.perf_counter()
-        tokens, logprobs = (x.cpu() for x in self.wrapper.sample(prompts, G, seeds))    # 1. write: [N, T]
-        sampled = time.perf_counter()
-        images = self.wrapper.decode(prompts, tokens, seeds)                            # 2. paint: N images
-        painted = time.perf_counter()
+        clock = [time.perf_counter()]
+        tokens, logprobs, allowed = self.wrapper.sample(prompts, G, seeds)              # 1. write: [N, T]
+        clock.append(time.perf_counter())
+        images = self.wrapper.decode(prompts, tokens, seeds, **self.decoding)           # 2. paint: N images
+        clock.append(time.perf_counter())
         prompts = [prompt for prompt in prompts for _ in range(G)]                      # N
         rewards, components = compute_rewards(images, prompts, targets, args.reward)    # 3. score: [N]
         advantages = compute_advantages(rewards, G, args.scale_rewards)                 # 4. compare: [N]
-        groups = rewards.view(-1, G)                                                    # [P, G]
-        return prompts, tokens, logprobs, advantages, {
+        clock.append(time.perf_counter())
+        seconds, groups = np.diff(clock).tolist(), rewards.view(-1, G)                  # [P, G]
+        return prompts, tokens, logprobs, allowed, advantages, {
             "reward": rewards.mean().item(), "reward_std": groups.std(1).mean().item(),
             **{f"reward/{name}": values.mean().item() for name, values in components.items()},
             "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
-            "sec_rollout": sampled - start, "sec_decode": painted - sampled,
-            "sec_reward": time.perf_counter() - painted, "tokens_per_sec": tokens.numel() / (sampled - start)}
+            **dict(zip(("sec_rollout", "sec_decode", "sec_reward"), seconds)),
+            "tokens_per_sec": tokens.numel() / seconds[0]}
 
-    def train_step(self, prompts, tokens, logprobs, advantages):
+    def train_step(self, prompts, tokens, logprobs, allowed, advantages):
         """Step 5: num_iterations updates on one rollout -> metrics, means over the micro-batches."""
         args, micro_metrics, old_logprobs, start = self.args, [], {}, time.perf_counter()
         chunks = [slice(i, i + args.micro_batch_size) for i in range(0, len(tokens), args.micro_batch_size)]
-        with self.lora.disabled(), torch.no_grad():
-            ref_logprobs = [self.wrapper.compute_logprobs(prompts[rows], tokens[rows])[0]
-                            if args.kl_coef else None for rows in chunks]           # [B, T] each
+        ref_logprobs = [None] * len(chunks)
+        if args.kl_coef:
+            with reference_policy(self.weights), torch.no_grad():
+                ref_logprobs = [self.wrapper.compute_logprobs(prompts[rows], tokens[rows], allowed[rows])[0]
+                                for rows in chunks]                                     # [B, T] each
         for _ in range(args.num_iterations):
             self.optimizer.zero_grad()
             for rows, ref in zip(chunks, ref_logprobs):
-                new, entropy = self.wrapper.compute_logprobs(prompts[rows], tokens[rows])   # [B, T]
+                new, entropy = self.wrapper.compute_logprobs(prompts[rows], tokens[rows], allowed[rows])    # [B, T]
                 # Until the first update the policy is the one that sampled, so old is new, detached. Not the
                 # sampler's own numbers: in bf16 they may differ by more than the clip forgives (sampler_gap).
                 old = old_logprobs.setdefault(rows.start, new.detach())             # [B, T]
@@ -480,12 +609,13 @@ class GRPOTrainer:
                 (loss * len(new) / len(tokens)).backward()  # by its share, so that its size changes nothing
                 gap = (logprobs[rows].to(new.device) - old).abs().max()
                 micro_metrics.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
-            norm = nn.utils.clip_grad_norm_(self.lora.parameters(), args.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(self.weights.parameters(), args.max_grad_norm)
             self.optimizer.step()
+            self.weights.enable(True)                       # full weights: the model takes over the new ones
         metrics = {key: np.mean([row[key] for row in micro_metrics]).item() for key in micro_metrics[0]}
         metrics.update({key: max(row[key] for row in micro_metrics) for key in ("ratio_max", "sampler_gap")})
         return {**metrics, "grad_norm": norm.item(), "lr": args.lr, "sec_update": time.perf_counter() - start,
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0}
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
     def train(self):
         """The loop: rollout, update, log, until args.steps are done."""
@@ -511,7 +641,8 @@ class GRPOTrainer:
     def save_samples(self):
         """Fixed prompts and fixed seeds: from one picture to the next only the policy differs."""
         prompts, targets = self.prompts[:8], self.targets[:8]
-        images, _, _ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))
+        decoding = {**self.decoding, "decode_steps": self.args.eval_decode_steps}
+        images, *_ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)), **decoding)
         rewards, _ = compute_rewards(images, prompts, targets, self.args.reward)    # [8]
         now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())], columns=4)
         now.save(self.out / f"samples/step_{self.step:05d}.png")
@@ -524,10 +655,10 @@ class GRPOTrainer:
             draw_grid(sheets, ["before", "now", caption], columns=3).save(self.out / "progress.png")
 
     def save_checkpoint(self):
-        """adapter/ to use elsewhere, checkpoint.pt to go on from: renamed into place, never half written."""
-        self.lora.save(self.out / "adapter", self.args.model)
+        """The weights to use elsewhere, checkpoint.pt to go on from: renamed into place, never half written."""
+        self.weights.save(self.out, self.args.model)
         state = {"step": self.step, "history": self.history, "queue": self.queue, "rng": self.rng.get_state(),
-                 "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict(),
+                 "weights": self.weights.state_dict(), "optimizer": self.optimizer.state_dict(),
                  "args": vars(self.args), "prompts": self.prompts}
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
@@ -536,7 +667,8 @@ class GRPOTrainer:
         """Go on as if nothing had happened. weights_only: a checkpoint is data, never code. ValueError."""
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            self.lora.load_state_dict(state["adapter"])
+            self.weights.load_state_dict(state["weights"])
+            self.weights.enable(True)
             self.optimizer.load_state_dict(state["optimizer"])
             self.rng.set_state(state["rng"])
             self.step, self.history, self.queue = state["step"], state["history"], state["queue"]
@@ -604,12 +736,15 @@ def parse_args(argv=None):
     add("--scale-rewards", default="group", choices=("group", "batch", "none"), help="std to divide by")
     add("--importance", default="token", choices=("token", "sequence"), help="one ratio for each")
     add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
-    add("--lora-rank", type=int, default=16 if tiny else 32, help="rank of the adapters")
+    add("--lora-rank", type=int, default=16 if tiny else 32, help="rank of the adapters; 0: all weights")
     add("--lora-alpha", type=float, default=32.0 if tiny else 64.0, help="times alpha / rank")
     add("--size", type=parse_size, default="128" if tiny else "512", help="pixels: 512 or WIDTHxHEIGHT")
     add("--temperature", type=float, help="of the sampling; if not given: the model's own")
+    add("--top-p", type=float, help="sample from the likeliest codes with this mass; if not given: the model's own")
     add("--decode-steps", type=int, default=4 if tiny else 20, help="denoising steps of the DiT")
+    add("--eval-decode-steps", type=int, default=4 if tiny else 50, help="the same, for the pictures kept")
     add("--guidance", type=float, default=1.5, help="of the DiT; above 1 it runs twice a step")
+    add("--offload", default="auto", choices=("auto", "on", "off"), help="keep on the GPU what a phase needs")
     add("--sample-every", type=int, default=10, help="steps between pictures of fixed prompts")
     add("--save-every", type=int, default=10, help="steps between checkpoints")
     add("--seed", type=int, default=0, help="of everything random")
@@ -625,9 +760,11 @@ def parse_args(argv=None):
 def check_args(args):
     """Raises ValueError, in one sentence, for settings that cannot work."""
     for name, value in vars(args).items():
-        low = {"seed": 0, "group_size": 2, "temperature": 0.01}.get(name, 1 if isinstance(value, int) else 0)
-        if isinstance(value, (int, float)) and not low <= value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be finite and >= {low}")
+        low = {"seed": 0, "lora_rank": 0, "group_size": 2, "temperature": 0.01, "top_p": 0.01}.get(
+            name, 1 if isinstance(value, int) else 0)
+        high = 1 if name == "top_p" else sys.float_info.max
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be from {low} to {high:.3g}")
     images = args.batch_size * args.group_size
     if images % args.micro_batch_size:
         raise ValueError(f"{args.batch_size} prompts x {args.group_size} images a step do not divide "
@@ -642,15 +779,15 @@ def check_args(args):
 def main(argv=None):
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    cuda = torch.cuda.is_available()
     try:
         args = parse_args(argv)
         check_args(args)
         prompts, targets = load_prompts(args.prompts, "mse" in args.reward)
-        settings = dict(height=args.size[0], width=args.size[1], temperature=args.temperature,
-                        decode_steps=args.decode_steps, guidance=args.guidance, device=device)
-        wrapper = GLMImageWrapper(make_tiny_pipeline(args.seed), **settings) if args.model == "tiny" else \
-            GLMImageWrapper.from_pretrained(args.model, dtype, **settings)
+        wrapper = GLMImageWrapper.from_pretrained(
+            args.model, torch.bfloat16 if cuda else torch.float32, args.seed, height=args.size[0],
+            width=args.size[1], temperature=args.temperature, top_p=args.top_p, guidance=args.guidance,
+            offload={"on": True, "off": False}.get(args.offload), device="cuda" if cuda else "cpu")
         trainer = GRPOTrainer(args, wrapper, prompts, targets)
         if args.resume:
             trainer.load_checkpoint(trainer.out / "checkpoint.pt")
