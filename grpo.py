@@ -13,54 +13,40 @@ One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRP
   1. the AR half, the policy, writes G token sequences, its actions, for each of P prompts: P groups
   2. the frozen DiT paints them, all images of a group from the same noise
   3. any function scores the images; no gradient passes through it
-  4. advantage: how much better than its own group, (reward - mean) / std. The mean of the group is the
-     baseline for which other methods train a value network
+  4. advantage: (reward - mean) / std of its own group; for that mean other methods train a value network
   5. make the tokens of better images likelier and those of worse ones less likely, clipped as in PPO
   6. log, keep pictures and a checkpoint
-
 Left out on purpose: padded samples, end-of-sequence logic and loss masks (the image size alone sets the
-number of tokens); a value network; a second model as reference (it is the policy with its adapters off);
-training the DiT; guidance for the AR half (the model is used without); image-to-image.
+number of tokens); a value network; a second model as reference; training the DiT; image-to-image.
 
     python grpo.py --group-size 4                         # without a GPU: a toy learns colours in a minute
-    python grpo.py --model zai-org/GLM-Image --size 512   # the real one, on a large GPU
-    python grpo.py --resume runs/20260131-120000          # go on with a run as if it had never stopped
+    python grpo.py --model zai-org/GLM-Image --size 512   # the real one, on a GPU
 
 Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., B some of them,
       L prompt tokens (padded on the left), T image tokens, V codes in the codebook, D width of a model.
 """
-import argparse, contextlib, functools, io, json, math, os, re, shutil, sys, time
+import argparse, contextlib, functools, io, json, math, os, re, time
 from pathlib import Path
 
-import diffusers
-import numpy as np
-import tokenizers
-import torch
-import torch.nn.functional as F
-import transformers
-from PIL import Image, ImageDraw, ImageFont
+import diffusers, numpy as np, tokenizers, torch, transformers
+import torch.nn as nn, torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors.torch import save_file
-from torch import nn
 from tqdm import tqdm
 
 # --- The maths: pure functions of tensors -------------------------------------------------------------------
 def compute_advantages(rewards, group_size, scale="group"):
-    """How much better each sample is than its group: rewards [N], ordered by group -> advantages [N], fp32.
-
-        A_i = (r_i - mean of its group) / (std + 1e-6)
-
-    std, unbiased, of the "group" (GRPO, arXiv 2402.03300) or of the whole "batch"; "none" does not divide
-    (Dr. GRPO, 2503.20783). A group of equal rewards gets exact zeros: it has nothing to teach. ValueError.
-    """
+    """How much better each sample is than its group: A_i = (r_i - mean of its group) / (std + 1e-6).
+    rewards [N], ordered by group -> advantages [N], fp32. std, unbiased, of the "group" (GRPO, 2402.03300) or
+    of the whole "batch"; "none" does not divide (Dr. GRPO, 2503.20783). Equal rewards have nothing to teach:
+    exact zeros. ValueError for rewards that cannot be compared."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)                         # [N]
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(f"{len(rewards)} rewards do not divide into groups of {group_size}, 2 or more each")
     if not rewards.isfinite().all():
         raise ValueError(f"a reward is not a finite number: {rewards.tolist()}")
-    grouped = rewards.view(-1, group_size)                                          # [P, G]
-    # Equal rewards can miss their own mean by a rounding error, which their tiny std would then blow up.
-    # Measured from the first one of the group they are exact zeros.
-    grouped = grouped - grouped[:, :1]
+    # measured from its first reward, a group of equal ones is exactly 0; the mean would add a rounding error
+    grouped = rewards.view(-1, group_size) - rewards[::group_size, None]            # [P, G]
     stds = {"group": grouped.std(1, keepdim=True) + 1e-6, "batch": rewards.std() + 1e-6, "none": 1.0}
     if scale not in stds:
         raise ValueError(f"scale is {scale!r}, but must be one of {', '.join(stds)}")
@@ -75,15 +61,14 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
         k3    = exp(ref - new) - (ref - new) - 1       unbiased for the KL and never negative (Schulman, 2020)
 
     Log-probs are [N] (of sequences) or [N, T] (of tokens), advantages [N]; only new_logprobs gets a gradient.
-    low is clip_range, high is clip_range_high if given (DAPO's clip-higher, arXiv 2503.14476). importance
+    low is clip_range, high clip_range_high if given (DAPO's clip-higher, arXiv 2503.14476). importance
     "sequence" takes one ratio a sequence, of the mean log-prob (GSPO, 2507.18071).
-
     Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert
-    and the loss is minus the mean advantage, 0. Its gradient is not: it is REINFORCE's, of -mean(A * new).
-    """
+    and the loss is minus the mean advantage, 0. Its gradient is not: it is REINFORCE's, of -mean(A * new)."""
     if importance not in ("token", "sequence"):
         raise ValueError(f"importance is {importance!r}, but must be 'token' or 'sequence'")
     new, old = new_logprobs.float(), old_logprobs.detach().float()                  # [N] or [N, T]
+    ref = new.detach() if ref_logprobs is None else ref_logprobs.detach().float()   # [N] or [N, T]
     A = advantages.detach().float().view(-1, *[1] * (new.ndim - 1))                 # [N] or [N, 1]
     log_ratio = new - old
     if importance == "sequence" and new.ndim == 2:
@@ -91,11 +76,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     ratio = log_ratio.exp()
     low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
     policy_loss = -torch.min(ratio * A, ratio.clamp(low, high) * A).mean()
-    kl = torch.zeros_like(policy_loss)
-    if ref_logprobs is not None:
-        # expm1 keeps small values exact; the clamp keeps one far-off token from overflowing the whole batch
-        delta = (ref_logprobs.detach().float() - new).clamp(max=20)                 # [N] or [N, T]
-        kl = (torch.expm1(delta) - delta).mean()
+    delta = (ref - new).clamp(max=20)           # or one far-off token would overflow the whole batch
+    kl = (torch.expm1(delta) - delta).mean()    # expm1 keeps small values exact
     loss = policy_loss + kl_coef * kl
     clipped = ((ratio < low) & (A < 0)) | ((ratio > high) & (A > 0))    # where the clip stops the gradient
     values = torch.stack([loss, policy_loss, kl, ratio.mean(), ratio.max(), clipped.float().mean()]).tolist()
@@ -103,23 +85,19 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
 
 def compute_policy_logprobs(logits, temperature, codebook_size, allowed=None):
     """log pi(code), THE distribution of the policy: sampler and trainer both call this and cannot disagree.
-
-    logits [..., vocab], allowed [..., V] (`compute_allowed`; None: all) -> [..., V] in fp32: in bf16 a log-prob
-    of -9 is off by up to 0.03, and the ratio too. The outputs behind the codebook are nothing to paint.
-    """
+    logits [..., vocab], allowed [..., V] (None: all) -> [..., V] in fp32: in bf16 a log-prob of -9 is off by
+    up to 0.03, and the ratio with it. The outputs behind the codebook are nothing the DiT could paint."""
     logits = logits[..., :codebook_size].float() / temperature                      # [..., V]
     return F.log_softmax(logits if allowed is None else logits.masked_fill(~allowed, -math.inf), dim=-1)
 
 def compute_allowed(logprobs, top_p):
-    """The nucleus (arXiv 1904.09751): [..., V] -> bool [..., V], the likeliest codes that hold top_p of the mass.
-
-    The trap: sampled from the nucleus but scored by the whole softmax, every ratio is off by the mass cut away;
-    and a nucleus cut anew by the trainer is another one once the policy has moved. So the sampler keeps its
-    masks, and new, old and reference log-probs are all taken under them ("keep sampling mask", 2512.02556).
-    """
+    """The nucleus: the likeliest codes with top_p of the mass (arXiv 1904.09751), [..., V] -> bool [..., V].
+    The trap: sampled from the nucleus but scored by the whole softmax, a ratio is off by the mass cut away;
+    and a nucleus cut anew by the trainer is another once the policy has moved. So the sampler keeps its masks
+    and new, old and reference log-probs are all taken under them ("keep sampling mask", 2512.02556)."""
     probs, codes = logprobs.exp().sort(-1, descending=True)                         # [..., V] each
-    keep = (probs.cumsum(-1) - probs < top_p) | (top_p >= 1)    # the mass of all likelier codes; 0 for the first
-    return torch.zeros_like(keep).scatter(-1, codes, keep)
+    keep = (probs.cumsum(-1) - probs < top_p) | (top_p >= 1)    # by the mass of all likelier codes
+    return torch.zeros_like(keep).scatter(-1, codes, keep)                          # [..., V]
 
 def pil_to_tensor(images):
     """PIL images of one size -> [N, 3, H, W], float in 0..1."""
@@ -127,19 +105,17 @@ def pil_to_tensor(images):
 
 def tensor_to_pil(tensor):
     """[N, 3, H, W], float in 0..1 -> PIL images; the exact inverse of pil_to_tensor."""
-    array = (tensor.float().clamp(0, 1) * 255).round().byte().movedim(1, -1).cpu().numpy()
+    array = (tensor.float().clamp(0, 1) * 255).round().byte().movedim(1, -1).cpu().numpy()  # [N, H, W, 3]
     return [Image.fromarray(image) for image in array]
 
-# --- Rewards -----------------------------------------------------------------------------------------------
+# --- Rewards ------------------------------------------------------------------------------------------------
 # fn(images: list[PIL.Image], prompts: list[str], targets: list[PIL.Image or None]) -> N floats, higher is
 # better. Nothing is differentiated, so any function will do: write one and name it in REWARDS.
-
 COLORS = {"red": (1, 0, 0), "orange": (1, .6, 0), "yellow": (1, 1, 0), "green": (0, 1, 0), "blue": (0, 0, 1),
           "purple": (.6, 0, 1), "white": (1, 1, 1), "black": (0, 0, 0)}
 
 def reward_color(images, prompts, targets=None):
-    """1 - |mean colour of the image - first colour word of the prompt|, averaged over r, g, b: 0..1. Without
-    a colour word every sample gets 0: a group of equal rewards, which teaches nothing."""
+    """1 - |mean colour - first colour word of the prompt|, mean over r, g, b: 0..1; without such a word 0."""
     words = [next((w for w in re.findall("[a-z]+", p.lower()) if w in COLORS), None) for p in prompts]
     means = [pil_to_tensor([image]).mean((0, 2, 3)) for image in images]            # N of [3]
     return [1 - (m - torch.tensor(COLORS[w])).abs().mean().item() if w else 0. for m, w in zip(means, words)]
@@ -160,25 +136,20 @@ REWARDS = {"color": reward_color, "jpeg": reward_jpeg, "mse": reward_mse}
 
 def compute_rewards(images, prompts, targets, weights):
     """{name: weight} -> the weighted sum [N], and the components {name: [N]} as their functions gave them."""
-    values = {name: torch.as_tensor(REWARDS[name](images, prompts, targets)) for name in weights}
-    values = {name: value.float().reshape(len(images)) for name, value in values.items()}   # [N] each
-    return sum(weights[name] * value for name, value in values.items()), values
+    raw = {n: torch.asarray(REWARDS[n](images, prompts, targets)).float().view(len(images)) for n in weights}
+    return sum(weights[name] * values for name, values in raw.items()), raw
 
-# --- The weights that are trained: LoRA adapters, or all of them ---------------------------------------------
-# Attention and MLP of every layer of the AR language model, as transformers names them.
-LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)"
-
+# --- LoRA (arXiv 2106.09685): the weights that are trained --------------------------------------------------
 class LoRA(nn.ParameterDict):
-    """W x becomes W x + alpha / rank * B A x (arXiv 2106.09685), W frozen and B = 0: at first nothing changes.
-
-    Forward hooks add the low-rank part; the base model itself stays as it was. (Two LoRAs in it add up.)
-    The parameters are fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight.
-    """
+    """W x becomes W x + alpha / rank * B A x, with W frozen and B = 0 at first, so that nothing changes.
+    Forward hooks add the low-rank part, the model itself stays as it was. (Two LoRAs in it add up.) A and B
+    are fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight."""
+    TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)"
     def __init__(self, model, rank, alpha):
         super().__init__()
         self.rank, self.alpha, self.enabled = rank, alpha, True
         for name, linear in list(model.named_modules()):
-            if re.fullmatch(LORA_TARGETS, name):
+            if re.fullmatch(self.TARGETS, name):
                 key = name.replace(".", "/")        # torch allows no dots in a parameter's name
                 A, B = torch.empty(rank, linear.in_features), torch.zeros(linear.out_features, rank)
                 self[key + "/lora_A/weight"] = nn.Parameter(nn.init.kaiming_uniform_(A, a=math.sqrt(5)))
@@ -190,61 +161,27 @@ class LoRA(nn.ParameterDict):
             A, B = (self[f"{key}/lora_{x}/weight"].to(output.dtype) for x in "AB")  # [rank, in], [out, rank]
             return output + self.alpha / self.rank * F.linear(F.linear(inputs[0], A), B)
 
-    def enable(self, enabled):
-        self.enabled = enabled
+    @contextlib.contextmanager
+    def disabled(self):
+        """Inside `with lora.disabled():` the model *is* the reference policy; no second copy is needed."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
 
-    def save(self, out, base_model):
-        """adapter/, as transformers' `load_adapter` and peft's `PeftModel.from_pretrained` read it."""
-        folder, config = out / "adapter", {
-            "peft_type": "LORA", "base_model_name_or_path": base_model, "target_modules": LORA_TARGETS,
-            "r": self.rank, "lora_alpha": self.alpha, "bias": "none", "inference_mode": True}
+    def save(self, folder, base_model):
+        """Writes what transformers' `load_adapter` and peft's `PeftModel.from_pretrained` read."""
         folder.mkdir(exist_ok=True)
         weights = {"base_model.model." + k.replace("/", "."): v.detach().cpu() for k, v in self.items()}
         save_file(weights, folder / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "base_model_name_or_path": base_model, "target_modules": self.TARGETS,
+                  "r": self.rank, "lora_alpha": self.alpha, "bias": "none", "inference_mode": True}
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
-
-class FullWeights(nn.ParameterDict):
-    """All weights of the AR language model and its head in fp32, on the CPU, and so AdamW's state beside them.
-
-    The model computes with roundings of them, bf16 on a GPU. Each gradient comes over once it is ready, and
-    its place on the GPU is free again. The reference, the model as it came, waits on the CPU as well.
-    """
-    def __init__(self, model):
-        super().__init__()
-        self.live, self.base, self.save_pretrained = {}, {}, model.save_pretrained
-        for name, weight in model.named_parameters():
-            if name.startswith(("model.language_model.", "lm_head.")):
-                key = name.replace(".", "/")
-                self.live[key], self.base[key] = weight.requires_grad_(), weight.detach().to("cpu", copy=True)
-                self[key] = nn.Parameter(self.base[key].to(torch.float32, copy=True))
-                weight.register_post_accumulate_grad_hook(functools.partial(self.fetch_grad, self[key]))
-
-    def fetch_grad(self, master, weight):
-        grad, weight.grad = weight.grad.to("cpu", torch.float32), None
-        master.grad = grad if master.grad is None else master.grad + grad
-
-    @torch.no_grad()
-    def enable(self, enabled):
-        for key, weight in self.live.items():
-            weight.copy_((self if enabled else self.base)[key])
-
-    def save(self, out, base_model):
-        """vision_language_encoder/, in the place of the pipeline's folder of that name."""
-        self.save_pretrained(out / "vision_language_encoder")
-
-@contextlib.contextmanager
-def reference_policy(weights):
-    """Inside, the model *is* the reference policy, its weights untrained: no second copy on the GPU."""
-    weights.enable(False)
-    try:
-        yield
-    finally:
-        weights.enable(True)
 
 # --- GLM-Image: prompt -> tokens -> image, with the log-probs GRPO needs ------------------------------------
 def build_position_ids(attention_mask, grids):
     """Positions (t, h, w) of prompt and image tokens: mask [B, L], grids of T cells in all -> [3, B, L + T].
-
     Text counts up in all three. A grid holds t still and counts its rows in h and its columns in w; the next
     one starts max(h, w) further on. A padded prompt of 3, a draft of 1 x 2 and a large grid of 2 x 2:
 
@@ -254,8 +191,7 @@ def build_position_ids(attention_mask, grids):
          w:    1   0  1  2   3  4    5  6  5  6
 
     The trap: `transformers` applies them in `generate` only. A plain forward pass takes the image for a line
-    of text, without any error, and every log-prob is wrong.
-    """
+    of text, without any error, and every log-prob is wrong."""
     text = (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, 1)       # [B, L]
     parts, start = [text.expand(3, -1, -1)], attention_mask.sum(1)[:, None]         # start [B, 1]
     for h, w in grids:
@@ -264,110 +200,103 @@ def build_position_ids(attention_mask, grids):
         start = start + max(h, w)
     return torch.cat(parts, dim=2)
 
-class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy: `ar`, the part that is trained, `sample`, `compute_logprobs`, `decode`.
-    Another autoregressive image model needs a class with these four; nothing else in this file changes.
+def capture(step):
+    """The kernels of `step`, which has run before, as a CUDA graph: one launch in place of some thousands."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
-    height, width: pixels. temperature, top_p: of the sampling; None is the model's own. guidance: of the DiT.
-    offload: the device holds only what a phase needs; None: if all would fill 60 % of its free memory.
-    """
-    def __init__(self, pipe, height, width, temperature=None, top_p=None, guidance=1.5, offload=None, device="cpu"):
-        self.processor, self.ar, self.device = pipe.processor, pipe.vision_language_encoder, device
+class GLMImageWrapper:
+    """A `GlmImagePipeline` as a policy: `ar`, the trained part, `sample`, `compute_logprobs`, `decode`.
+    Another autoregressive image model needs a class with these four; nothing else in this file changes.
+    height, width: pixels. temperature, top_p: None is the model's own. guidance: of the DiT. offload: only
+    what a phase needs lies on the device, the rest waits on the CPU."""
+    def __init__(self, pipe, height, width, temperature=None, top_p=None, guidance=1.5, offload=False,
+                 device="cpu"):
+        self.pipe, self.ar, self.device = pipe, pipe.vision_language_encoder, device
         self.height, self.width, self.guidance, own = height, width, guidance, self.ar.generation_config
         self.temperature, self.top_p = temperature or own.temperature or 1.0, top_p or own.top_p or 1.0
         self.codebook_size = pipe.transformer.config.prior_vq_quantizer_codebook_size
-        # without the AR half, because a pipeline works on the device of its first part
         self.painter = diffusers.GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
-        self.painter.set_progress_bar_config(disable=True)
+        self.painter.set_progress_bar_config(disable=True)  # no AR half: it uses the device of its first part
         pipe.vae.enable_slicing()                   # an image at a time: at 1024 x 1024 each takes gigabytes
         self.ar.model.language_model.activation_checkpointing_enable()
-        # what the phases need; the vision tower and the VQ model are for image-to-image and stay on the CPU
+        self.ar.eval().requires_grad_(False)        # eval: dropout would score the same tokens differently
+        # what each phase needs; the vision tower and the VQ model are for image-to-image: always on the CPU
         phases = {"write": (self.ar.model.language_model, self.ar.lm_head),
                   "paint": (pipe.text_encoder, pipe.transformer, pipe.vae)}
-        for module in (self.ar, *phases["paint"]):
-            module.eval().requires_grad_(False)     # eval: dropout would score the same tokens differently
-        tensors = {phase: [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-                   for phase, modules in phases.items()}
-        if offload is None:
-            size = sum(tensor.nbytes for phase in tensors.values() for tensor in phase)
-            offload = device == "cuda" and size > 0.6 * torch.cuda.mem_get_info()[0]
-        self.phase, self.homes = None, {}           # home: where a tensor waits, in pinned memory of the CPU
-        for phase in tensors:
-            for tensor in tensors[phase]:
-                tensor.data = tensor.data.to("cpu" if offload else device)
-            if offload:
-                self.homes[phase] = [(t, t.data.pin_memory() if device == "cuda" else t.data) for t in tensors[phase]]
+        for module in (*phases["write"], *phases["paint"]):
+            module.eval().requires_grad_(False).to("cpu" if offload else device)
+        # home: where a tensor waits while another phase has the device, in memory that the GPU reads fast
+        self.phase, self.homes = None, {
+            phase: [(t, t.data.pin_memory() if device != "cpu" else t.data)
+                    for module in modules for t in (*module.parameters(), *module.buffers())]
+            for phase, modules in phases.items() if offload}
 
     @classmethod
     def from_pretrained(cls, path, dtype=torch.float32, seed=0, **settings):
         """path: a hub id, a folder written by `GlmImagePipeline.save_pretrained`, tiny or random. OSError."""
-        if path in ("tiny", "random"):
-            return cls(make_tiny_pipeline(seed) if path == "tiny" else make_random_pipeline(), **settings)
         try:
+            if path in ("tiny", "random"):
+                return cls(make_tiny_pipeline(seed) if path == "tiny" else make_pipeline("cuda"), **settings)
             return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype), **settings)
         except Exception as error:
             raise OSError(f"cannot load --model {path}; --model tiny needs no download: {error!r}") from error
 
     def place(self, phase=None):
-        """CPU offloading: what `phase` needs comes to the device, once all else has left it. Frozen weights
-        never change and leave by being forgotten there; trained ones are copied."""
+        """CPU offloading: brings a phase to the device once all else has left it. To leave is to be forgotten
+        there: these weights never change, so they are still at home."""
         if phase == self.phase:
             return
         for name in sorted(self.homes, key=phase.__eq__):       # the one that comes is last
             for tensor, home in self.homes[name]:
-                if tensor.requires_grad:
-                    home.copy_(tensor.data)
                 tensor.data = home.to(self.device, non_blocking=True) if name == phase else home
             torch.cuda.empty_cache()
         self.phase = phase
 
     def encode(self, prompts):
-        """The pipeline's own prompt format -> ids [B, L], mask [B, L], grids [draft (h, w), large (h, w)]."""
+        """The pipeline's own prompt format -> ids [B, L], mask [B, L + T], position_ids [3, B, L + T]."""
         chats = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
-        options = dict(target_h=self.height, target_w=self.width, padding=True, padding_side="left")
-        inputs = self.processor.apply_chat_template(
-            chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=options
-        ).to(self.device)
+        inputs = self.pipe.processor.apply_chat_template(
+            chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
+                target_h=self.height, target_w=self.width, padding=True, padding_side="left")).to(self.device)
         large, draft = inputs["image_grid_thw"][:2, 1:].tolist()    # listed large first, written draft first
-        return inputs["input_ids"], inputs["attention_mask"], [draft, large]
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]                   # [B, L]
+        position_ids = build_position_ids(mask, [draft, large])                     # [3, B, L + T]
+        return ids, F.pad(mask, (0, position_ids.shape[2] - ids.shape[1]), value=1).bool(), position_ids
 
     def forward(self, ids, mask, position_ids, num_last, cache=None):
         """The logits behind each of the last positions, [B, num_last, vocab]; only those need the head."""
-        for layer in self.ar.model.language_model.layers:
-            layer.training = torch.is_grad_enabled()    # makes the backward pass recompute its activations
-        hidden = self.ar.model.language_model(      # the classes around it insert positions of their own
-            input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
-            use_cache=cache is not None).last_hidden_state[:, -num_last:]       # [B, num_last, D]
-        return self.ar.lm_head(hidden)
+        model = self.ar.model.language_model        # the classes around it insert positions of their own
+        for layer in model.layers:
+            layer.training = torch.is_grad_enabled()    # its activations are recomputed in the backward pass
+        hidden = model(input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
+                       use_cache=cache is not None).last_hidden_state               # [B, .., D]
+        return self.ar.lm_head(hidden[:, -num_last:])
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
-        """P prompts, a seed for each -> tokens [N, T], logprobs [N, T], allowed [N, T, V / 8]: bits, in numpy.
-
+        """P prompts, a seed for each -> tokens [N, T], logprobs [N, T], allowed [N, T, V / 8], bits in numpy.
         First a small draft of the image, then the large grid: only that is painted, but both are actions.
-        Stock `generate` would not do: asked for several sequences it mixes up the grids, it may end early,
-        and unless told otherwise it draws from the 50 likeliest codes alone.
-        """
+        Not by `generate`: it mixes up the grids of several sequences, may end early, and cuts to 50 codes."""
         self.place("write")
-        ids, mask, grids = self.encode(prompts)                                     # [P, L]
-        position_ids, L = build_position_ids(mask, grids), ids.shape[1]             # [3, P, L + T]
-        T = position_ids.shape[2] - L
-        tokens, mask = F.pad(ids, (0, T)), F.pad(mask, (0, T), value=1).bool()      # [P, L + T]
+        ids, mask, position_ids = self.encode(prompts)              # [P, L], [P, L + T], [3, P, L + T]
+        L, T = ids.shape[1], mask.shape[1] - ids.shape[1]
         # Each prompt is read once, but for its last token; its keys and values then serve the whole group.
         cache = transformers.StaticCache(self.ar.config.text_config, L + T)
-        self.forward(tokens[:, :L - 1], mask, position_ids[:, :, :L - 1], 1, cache)
+        self.forward(ids[:, :-1], mask, position_ids[:, :, :L - 1], 1, cache)
+        grow = functools.partial(torch.repeat_interleave, repeats=group_size)       # from P rows to N
         for layer in cache.layers:
-            layer.keys, layer.values = (x.repeat_interleave(group_size, 0) for x in (layer.keys, layer.values))
-        tokens, mask = (x.repeat_interleave(group_size, 0) for x in (tokens, mask)) # [N, L + T]
-        position_ids = position_ids.repeat_interleave(group_size, 1)                # [3, N, L + T]
-        logprobs = torch.zeros_like(tokens, dtype=torch.float32)                    # [N, L + T]
+            layer.keys, layer.values = grow(layer.keys, dim=0), grow(layer.values, dim=0)
+        tokens, mask, position_ids = grow(ids, dim=0), grow(mask, dim=0), grow(position_ids, dim=1)
+        tokens, logprobs = F.pad(tokens, (0, T)), torch.zeros(mask.shape, device=self.device)   # [N, L + T]
         allowed = torch.ones(*tokens.shape, self.codebook_size, dtype=torch.bool, device=self.device)
         noise = torch.empty(len(prompts), group_size, self.codebook_size, device=self.device)   # [P, G, V]
         columns, at = torch.arange(L + T, device=self.device), torch.tensor([L - 1], device=self.device)
-
-        def step():     # reads column `at`, writes the next; no tensor moves, so that a CUDA graph can replay it
+        def step():     # reads column `at`, writes the next; no tensor moves, so a CUDA graph can replay it
             visible = (mask & (columns <= at))[:, None, None]                       # [N, 1, 1, L + T]
-            logits = self.forward(tokens[:, at], visible, position_ids[:, :, at], 1, cache)[:, 0]   # [N, vocab]
+            logits = self.forward(tokens[:, at], visible, position_ids[:, :, at], 1, cache)[:, 0]
             logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size)            # [N, V]
             nucleus = compute_allowed(logp, self.top_p)                                             # [N, V]
             logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size, nucleus)   # [N, V]
@@ -375,137 +304,115 @@ class GLMImageWrapper:
             code = (logp - noise.flatten(0, 1).clamp(min=1e-30).log()).argmax(1, keepdim=True)      # [N, 1]
             at.add_(1)
             tokens[:, at], logprobs[:, at], allowed[:, at] = code, logp.gather(1, code), nucleus[:, None]
-
-        # Every prompt has its own stream of noise: what it gets does not depend on its neighbours in the batch.
-        generators, run = [torch.Generator(self.device).manual_seed(seed) for seed in seeds], step
+        # Every prompt has its own stream of noise: what it gets does not depend on its neighbours.
+        generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
         for i in range(T):
             for group_noise, generator in zip(noise, generators):
                 group_noise.exponential_(generator=generator)
-            run()
-            if i == 0 and self.device == "cuda":    # from now on one launch instead of some thousands
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    step()
-                run = graph.replay
+            step()
+            step = capture(step) if i == 0 and self.device == "cuda" else step
         return tokens[:, L:].cpu(), logprobs[:, L:].cpu(), np.packbits(allowed[:, L:].cpu().numpy(), axis=-1)
 
     def compute_logprobs(self, prompts, tokens, allowed=None):
-        """Teacher forcing, all tokens in one pass: B prompts, tokens [B, T], allowed [B, T, V / 8] (None: all)
+        """Teacher forcing, all tokens in one pass: B prompts, tokens [B, T], allowed [B, T, V / 8] or None
         -> logprobs [B, T] with gradient, and the entropy of the policy at each token [B, T] without."""
         self.place("write")
-        ids, mask, grids = self.encode(prompts)                                     # [B, L]
-        tokens, T = tokens.to(self.device), tokens.shape[1]                         # [B, T]
+        ids, mask, position_ids = self.encode(prompts)              # [B, L], [B, L + T], [3, B, L + T]
+        tokens = tokens.to(self.device)                                             # [B, T]
         if allowed is not None:
-            allowed = torch.from_numpy(np.unpackbits(allowed, axis=-1)).bool().to(self.device)      # [B, T, V]
-        position_ids = build_position_ids(mask, grids)[:, :, :-1]                   # [3, B, L + T - 1]
-        ids, mask = torch.cat([ids, tokens[:, :-1]], 1), F.pad(mask, (0, T - 1), value=1)   # [B, L + T - 1]
-        logits = self.forward(ids, mask, position_ids, T)                           # [B, T, vocab]
-        logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size, allowed)       # [B, T, V]
+            allowed = torch.from_numpy(np.unpackbits(allowed, axis=-1)).bool().to(self.device)  # [B, T, V]
+        ids = torch.cat([ids, tokens[:, :-1]], 1)                                   # [B, L + T - 1]
+        logits = self.forward(ids, mask[:, :-1], position_ids[:, :, :-1], tokens.shape[1])  # [B, T, vocab]
+        logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size, allowed)   # [B, T, V]
         return logp.gather(2, tokens[:, :, None])[:, :, 0], torch.special.entr(logp.detach().exp()).sum(2)
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds, decode_steps=20, micro_batch_size=4):
-        """P prompts, tokens [N, T], a seed for each prompt -> N PIL images.
-
-        The images of a group start from the same noise (as in DanceGRPO, arXiv 2505.07818) and the DiT adds
-        none: rewards differ because tokens do, not by luck. One group at a time, as quoted words of different
-        length would be padded, and the DiT does not mask the padding.
-        """
+        """P prompts, tokens [N, T], a seed for each prompt -> N PIL images. A group starts from the same
+        noise (as in DanceGRPO, 2505.07818), the DiT adds none: rewards differ because tokens do, not by luck.
+        And group by group: other quoted words would need padding, which the DiT does not mask."""
         self.place("paint")
         h, w, images = self.height // 32, self.width // 32, []
-        codes = tokens[:, -h * w:].view(-1, h, w).to(self.device)                   # [N, h, w]
-        codes = codes.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)    # [N, 4 * h * w]
+        codes = tokens[:, -h * w:].view(-1, h, 1, w, 1).expand(-1, h, 2, w, 2).flatten(1)   # [N, 4 * h * w]
         for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
             glyphs, _ = self.painter.encode_prompt(prompt, False)                   # [1, any, D]
-            for part in group.split(micro_batch_size):
+            for part in group.split(micro_batch_size):                              # [B, 4 * h * w] each
                 same_noise = [torch.Generator().manual_seed(seed) for _ in part]
                 images += tensor_to_pil(self.painter(
-                    prompt_embeds=glyphs.repeat(len(part), 1, 1), prior_token_ids=part, generator=same_noise,
-                    height=self.height, width=self.width, num_inference_steps=decode_steps,
-                    guidance_scale=self.guidance, output_type="pt").images)         # [B, 3, H, W]
+                    prompt_embeds=glyphs.repeat(len(part), 1, 1), prior_token_ids=part.to(self.device),
+                    generator=same_noise, height=self.height, width=self.width, output_type="pt",
+                    num_inference_steps=decode_steps, guidance_scale=self.guidance).images) # [B, 3, H, W]
         self.place()            # leaves the device to the rewards
         return images
 
-    def generate_with_tracking(self, prompts, group_size, seeds=None, **decoding):
-        """P prompts -> N PIL images, and what `sample` gave: tokens, logprobs, allowed."""
-        seeds = torch.randint(2**31, (len(prompts),)).tolist() if seeds is None else seeds
+    def generate_with_tracking(self, prompts, group_size, seeds, **decoding):
+        """P prompts, a seed for each -> N PIL images, and what `sample` gave: tokens, logprobs, allowed."""
         tokens, logprobs, allowed = self.sample(prompts, group_size, seeds)
         return self.decode(prompts, tokens, seeds, **decoding), tokens, logprobs, allowed
 
-# --- GLM-Image without a download: tiny, the same classes at toy size, and random, at real size -------------
-TINY_CODES = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)   # [V = 64, 3]: each code is an RGB colour
-TINY = dict(
-    V=64, mrope_section=[1, 1, 2], text=dict(
-        vocab_size=80, vision_vocab_size=72, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2),
-    vision=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
-    vq=dict(embed_dim=16, num_embeddings=64, latent_channels=16), glyphs=dict(d_model=32, num_layers=0),
-    dit=dict(num_layers=1, attention_head_dim=16, num_attention_heads=4, time_embed_dim=32, condition_dim=8),
-    vae=dict(latent_channels=3, block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=1))
-REAL = dict(        # else the defaults of transformers and diffusers; the VAE is taken to be that of CogView4
-    V=16384, mrope_section=[8, 12, 12], text={}, vision={}, vq={},
-    glyphs=dict(d_model=1472, d_ff=3584, num_layers=12, num_heads=6, feed_forward_proj="gated-gelu"),
-    dit=dict(attention_head_dim=128, num_attention_heads=32),
-    vae=dict(latent_channels=16, block_out_channels=(128, 512, 1024, 1024), layers_per_block=3))
-
-def make_pipeline(V, mrope_section, text, vision, vq, glyphs, dit, vae, device="cpu", dtype=torch.float32):
-    """A `GlmImagePipeline` of these sizes with random weights, each part made on `device` and left on the CPU."""
-    names = ("bos", "eos", "pad", "unk", "image", "grid_bos", "grid_eos")
-    special = {f"{name}_token": f"<{name}>" for name in names}
+# --- GLM-Image without the download: random, at its real size, and tiny, for a laptop -----------------------
+def make_pipeline(device="cpu", dtype=torch.bfloat16, V=16384, C=16, text={}, vision={}, vq={},
+                  mrope_section=(8, 12, 12), sampling=dict(temperature=0.9, top_p=0.75),
+                  glyphs=dict(d_model=1472, d_ff=3584, num_layers=12, feed_forward_proj="gated-gelu"),
+                  dit=dict(attention_head_dim=128, num_attention_heads=32),
+                  vae=dict(block_out_channels=(128, 512, 1024, 1024), layers_per_block=3)):
+    """A `GlmImagePipeline` with random weights, each part made on `device` and left on the CPU. By default in
+    the sizes of GLM-Image (its VAE's taken to be CogView4's): does it fit, and how fast is it?"""
+    special = {f"{name}_token": f"<{name}>" for name in "bos eos pad unk image grid_bos grid_eos".split()}
     words = [f"<code_{k}>" for k in range(V)] + [*special.values(), *COLORS]    # any other word is <unk>
-    vocab = {word: index for index, word in enumerate(words)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    words = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(words)
     tokenizer.normalizer = tokenizers.normalizers.Lowercase()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
     processor = transformers.GlmImageProcessor(
-        transformers.GlmImageImageProcessorPil(), tokenizer, "{{ messages[0].content[0].text }}")
-    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=.5, mrope_section=mrope_section)
-    C = vae["latent_channels"]
+        transformers.GlmImageImageProcessorPil(), transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, padding_side="left", **special), "{{ messages[0].content[0].text }}")
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=mrope_section)
+    config = transformers.GlmImageConfig(
+        text_config=dict(text, eos_token_id=V + 1, pad_token_id=V + 2, rope_parameters=rope), vq_config=vq,
+        vision_config=vision, image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4)
     with torch.device(device), transformers.modeling_utils.local_torch_dtype(dtype):
-        ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
-            image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4, vision_config=vision, vq_config=vq,
-            text_config=dict(eos_token_id=V + 1, pad_token_id=V + 2, rope_parameters=rope, **text))).cpu()
+        ar = transformers.GlmImageForConditionalGeneration(config).cpu()
         t5 = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, **glyphs)).cpu()
         dit = diffusers.GlmImageTransformer2DModel(
-            in_channels=C, out_channels=C, text_embed_dim=glyphs["d_model"], prior_vq_quantizer_codebook_size=V,
-            **dit).cpu()
+            in_channels=C, out_channels=C, prior_vq_quantizer_codebook_size=V, **dit).cpu()
         vae = diffusers.AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-            mid_block_add_attention=False, latents_mean=(0.,) * C, latents_std=(1.,) * C, use_quant_conv=False,
-            use_post_quant_conv=False, **vae).cpu()
+            latent_channels=C, latents_mean=(0.,) * C, latents_std=(1.,) * C, mid_block_add_attention=False,
+            use_quant_conv=False, use_post_quant_conv=False, **vae).cpu()
+    ar.generation_config.update(**sampling)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
     return diffusers.GlmImagePipeline(transformers.ByT5Tokenizer(), processor, t5, ar, vae, dit, scheduler)
 
-def make_random_pipeline():
-    """Does it fit, and how fast is it? What the real model would tell, except for the pictures."""
-    pipe = make_pipeline(**REAL, device="cuda", dtype=torch.bfloat16)
-    pipe.vision_language_encoder.generation_config.update(temperature=0.9, top_p=0.75)
-    return pipe
-
 def make_tiny_pipeline(seed=0, warmup_steps=300):
-    """A pipeline of 0.5 M weights, fitted for seconds (0 steps: left random)."""
+    """The same classes with 0.5 M weights, fitted for seconds (0 steps: left random)."""
     torch.manual_seed(seed)
-    pipe = make_pipeline(**TINY)
+    pipe = make_pipeline(
+        dtype=torch.float32, V=64, C=3, mrope_section=(1, 1, 2), sampling={}, text=dict(
+            vocab_size=80, vision_vocab_size=72, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=4), vision=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
+        vq=dict(embed_dim=16, num_embeddings=64, latent_channels=16), glyphs=dict(d_model=32, num_layers=0),
+        vae=dict(block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=1), dit=dict(
+            num_layers=1, attention_head_dim=16, num_attention_heads=4, text_embed_dim=32, time_embed_dim=32,
+            condition_dim=8))
     # or the frozen head could never make a code likely; and the toy's painter ignores the quoted words
     pipe.vision_language_encoder.model.language_model.norm.weight.data.fill_(4)
     pipe.text_encoder.encoder.final_layer_norm.weight.data.zero_()
     # GLM-Image drafts about 16 x 16 tokens at any size, too much noise for a toy: here half the large grid
-    pipe.processor._get_target_shape = lambda height, width: (height // 32, width // 32, height // 64, width // 64)
-    if warmup_steps:
-        warm_up(GLMImageWrapper(pipe, 128, 128), warmup_steps)
+    pipe.processor._get_target_shape = lambda **size: [x // k for k in (32, 64) for x in size.values()]
+    warm_up(GLMImageWrapper(pipe, 128, 128), warmup_steps)
     return pipe
 
 def warm_up(wrapper, steps, batch=16):
     """Supervised: DiT and VAE learn to paint codes, the policy gets a weak idea of colour, to start from."""
-    dit, vae, ar, V = wrapper.painter.transformer, wrapper.painter.vae, wrapper.ar, len(TINY_CODES)
-    modules = (dit, vae.decoder, ar.model.language_model, ar.lm_head)
-    optimizer = torch.optim.Adam([p.requires_grad_() for module in modules for p in module.parameters()])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+    dit, vae, V = wrapper.pipe.transformer, wrapper.pipe.vae, wrapper.codebook_size
+    palette = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)      # [V, 3]: each code is an RGB colour
+    weights = [p.requires_grad_() for module in (dit, vae, wrapper.ar) for p in module.parameters()]
+    optimizer = torch.optim.Adam(weights, lr=2e-3)
     for _ in tqdm(range(steps), "warming up the toy", disable=None, leave=False):
         # painter: flow matching for the DiT, squared error for the VAE, on mosaics whose latents are colours
         codes = torch.randint(V, (batch, 2, 2)).repeat_interleave(2, 1).repeat_interleave(2, 2) # [B, 4, 4]
-        latents = F.interpolate(TINY_CODES[codes].movedim(3, 1) * 2 - 1, scale_factor=2)    # [B, 3, 8, 8]
+        latents = F.interpolate(palette[codes].movedim(3, 1) * 2 - 1, scale_factor=2)       # [B, 3, 8, 8]
         noise, t = torch.randn_like(latents), torch.rand(batch)                 # t = 0: clean, 1: all noise
         glyphs = torch.zeros(batch, int(torch.randint(1, 30, ())), 32)              # [B, any, D]
         drop = (torch.rand(batch, 1) < 0.1).expand(batch, 16)       # now and then no codes, for guidance > 1
@@ -513,107 +420,92 @@ def warm_up(wrapper, steps, batch=16):
                        t * 1000 - 1, torch.full((batch, 2), 64.), torch.zeros(batch, 2)).sample # [B, 3, 8, 8]
         painted = vae.decode(latents[:4] + 0.1 * noise[:4]).sample                  # [4, 3, 64, 64]
         # policy: a quarter of the tokens show the colour the prompt names, the others are random
-        picks = torch.randint(len(COLORS), (batch, 3)).tolist()
-        names = [list(COLORS)[k] for k, _, _ in picks]
-        prompts = ["a " * i + name + " thing" * j for name, (_, i, j) in zip(names, picks)]
-        colors = torch.tensor([COLORS[name] for name in names]).float()             # [B, 3]
-        shown = torch.cdist(colors, TINY_CODES).argmin(1, keepdim=True)             # [B, 1]
+        picks = [(list(COLORS)[k], i, j) for k, i, j in torch.randint(len(COLORS), (batch, 3)).tolist()]
+        prompts = ["a " * i + color + " thing" * j for color, i, j in picks]
+        colors = torch.tensor([COLORS[color] for color, _, _ in picks]).float()     # [B, 3]
+        shown = torch.cdist(colors, palette).argmin(1, keepdim=True)                # [B, 1]
         tokens = torch.where(torch.rand(batch, 20) < 0.25, shown, torch.randint(V, (batch, 20))) # [B, T]
         loss = (F.mse_loss(velocity, noise - latents) - wrapper.compute_logprobs(prompts, tokens)[0].mean()
                 + F.mse_loss(painted, F.interpolate(latents[:4], scale_factor=8)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        schedule.step()
 
-# --- Pictures -----------------------------------------------------------------------------------------------
-def draw_grid(images, captions, columns):
-    """Images of one size in rows, a caption of two lines under each -> one PIL image."""
-    w, h = images[0].width + 4, images[0].height + 36
-    sheet = Image.new("RGB", (columns * w, -(-len(images) // columns) * h), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
-    for i, (image, caption) in enumerate(zip(images, captions)):
-        x, y = i % columns * w, i // columns * h
-        sheet.paste(image, (x + 2, y + 2))
-        draw.text((x + w // 2, y + h - 17), caption, "black", font, "mm", align="center")
-    return sheet
+# --- The trainer, and the pictures it keeps -----------------------------------------------------------------
+def draw_grid(images, captions):
+    """Images of one size, in two rows if that fits, a caption of two lines under each -> one PIL image."""
+    cells = [ImageOps.expand(image, (2, 2, 2, 34), "white") for image in images]
+    for cell, caption in zip(cells, captions):
+        style = dict(fill="black", font=ImageFont.load_default(12), anchor="mm", align="center")
+        ImageDraw.Draw(cell).text((cell.width // 2, cell.height - 17), caption, **style)
+    return diffusers.utils.make_image_grid(cells, rows := 2 - len(cells) % 2, len(cells) // rows)
 
-def draw_curve(values, size):
-    """Values as a line from left to right, the lowest at the bottom -> a PIL image."""
-    (w, h), low, high, curve = size, min(values), max(values), Image.new("RGB", size, "white")
-    points = [(i * w / max(1, len(values) - 1), h - 4 - (value - low) / (high - low or 1) * (h - 8))
-              for i, value in enumerate(values)]
+def draw_progress(before, now, rewards):
+    """Two pictures of one size and, as large, the mean reward of every step as a line -> one PIL image."""
+    (w, h), low, high, curve = now.size, min(rewards), max(rewards), Image.new("RGB", now.size, "white")
+    dx, dy = w / len(rewards), (h - 8) / (high - low or 1)      # pixels per step and per reward
+    points = [(i * dx, 4 + (high - reward) * dy) for i, reward in enumerate(rewards)]
     ImageDraw.Draw(curve).line(points, "crimson", 3)
-    return curve
+    caption = f"mean reward of steps 1 to {len(rewards)}\n{low:.3f} to {high:.3f}"
+    return draw_grid([before, now, curve], ["before", "now", caption]).reduce(max(1, w // 700))
 
-# --- The trainer --------------------------------------------------------------------------------------------
 class GRPOTrainer:
     """Trains the AR half of `wrapper` on `prompts`; args as from `parse_args`; results go to args.out."""
     def __init__(self, args, wrapper, prompts, targets):
         self.args, self.wrapper, self.prompts, self.targets = args, wrapper, prompts, targets
-        self.out, self.step, self.queue, self.history = Path(args.out), 0, [], []
+        self.out, self.step, self.history = Path(args.out), 0, []
         self.rng = torch.Generator().manual_seed(args.seed)     # all that is random in a run comes from here
         torch.manual_seed(args.seed)                            # and LoRA's first weights from here
-        self.weights = (LoRA(wrapper.ar, args.lora_rank, args.lora_alpha).to(wrapper.device) if args.lora_rank
-                        else FullWeights(wrapper.ar))
-        self.optimizer = torch.optim.AdamW(self.weights.parameters(), lr=args.lr, weight_decay=0.0)
-        self.decoding = dict(decode_steps=args.decode_steps, micro_batch_size=args.micro_batch_size)
+        self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha).to(wrapper.device)
+        self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
 
     def rollout(self):
-        """Steps 1 to 4, no gradient, all on the CPU -> prompts (N), tokens, logprobs [N, T], allowed
-        [N, T, V / 8], advantages [N], metrics."""
-        args, G = self.args, self.args.group_size
-        while len(self.queue) < args.batch_size:            # every prompt once, in a new order, then again
-            self.queue += torch.randperm(len(self.prompts), generator=self.rng).tolist()
-        batch, self.queue = self.queue[:args.batch_size], self.queue[args.batch_size:]
-        seeds = torch.randint(2**31, (len(batch) + 1,), generator=self.rng).tolist()
+        """Steps 1 to 4 -> prompts, tokens, logprobs, allowed, advantages of N samples ; metrics."""
+        args, P, G = self.args, self.args.batch_size, self.args.group_size
+        order = torch.randperm(max(P, len(self.prompts)), generator=self.rng)[:P] % len(self.prompts)   # [P]
+        seeds = torch.randint(2**31, (P + 1,), generator=self.rng).tolist()
         transformers.set_seed(seeds.pop())                  # the global generators, for rewards that use them
-        prompts = [self.prompts[i] for i in batch]                                  # P
-        targets = [self.targets[i] for i in batch for _ in range(G)]                # N
-        clock = [time.perf_counter()]
-        tokens, logprobs, allowed = self.wrapper.sample(prompts, G, seeds)              # 1. write: [N, T]
-        clock.append(time.perf_counter())
-        images = self.wrapper.decode(prompts, tokens, seeds, **self.decoding)           # 2. paint: N images
-        clock.append(time.perf_counter())
-        prompts = [prompt for prompt in prompts for _ in range(G)]                      # N
+        prompts, start = [self.prompts[i] for i in order], time.perf_counter()
+        tokens, logprobs, allowed = self.wrapper.sample(prompts, G, seeds)          # 1. write: [N, T] each
+        written = time.perf_counter()
+        images = self.wrapper.decode(prompts, tokens, seeds, args.decode_steps, args.micro_batch_size)
+        painted = time.perf_counter()                                               # 2. paint: N images
+        prompts, targets = ([x[i] for i in order for _ in range(G)] for x in (self.prompts, self.targets))
         rewards, components = compute_rewards(images, prompts, targets, args.reward)    # 3. score: [N]
         advantages = compute_advantages(rewards, G, args.scale_rewards)                 # 4. compare: [N]
-        clock.append(time.perf_counter())
-        seconds, groups = np.diff(clock).tolist(), rewards.view(-1, G)                  # [P, G]
+        groups = rewards.view(P, G)
         return prompts, tokens, logprobs, allowed, advantages, {
             "reward": rewards.mean().item(), "reward_std": groups.std(1).mean().item(),
             **{f"reward/{name}": values.mean().item() for name, values in components.items()},
             "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
-            **dict(zip(("sec_rollout", "sec_decode", "sec_reward"), seconds)),
-            "tokens_per_sec": tokens.numel() / seconds[0]}
+            "sec_rollout": written - start, "sec_decode": painted - written,
+            "sec_reward": time.perf_counter() - painted, "tokens_per_sec": tokens.numel() / (written - start)}
 
     def train_step(self, prompts, tokens, logprobs, allowed, advantages):
         """Step 5: num_iterations updates on one rollout -> metrics, means over the micro-batches."""
-        args, micro_metrics, old_logprobs, start = self.args, [], {}, time.perf_counter()
+        args, rows, old_logprobs, ref_logprobs, start = self.args, [], {}, {}, time.perf_counter()
         chunks = [slice(i, i + args.micro_batch_size) for i in range(0, len(tokens), args.micro_batch_size)]
-        ref_logprobs = [None] * len(chunks)
+        score = lambda chunk: self.wrapper.compute_logprobs(prompts[chunk], tokens[chunk], allowed[chunk])
         if args.kl_coef:
-            with reference_policy(self.weights), torch.no_grad():
-                ref_logprobs = [self.wrapper.compute_logprobs(prompts[rows], tokens[rows], allowed[rows])[0]
-                                for rows in chunks]                                     # [B, T] each
+            with self.lora.disabled(), torch.no_grad():
+                ref_logprobs = {chunk.start: score(chunk)[0] for chunk in chunks}   # [B, T] each
         for _ in range(args.num_iterations):
             self.optimizer.zero_grad()
-            for rows, ref in zip(chunks, ref_logprobs):
-                new, entropy = self.wrapper.compute_logprobs(prompts[rows], tokens[rows], allowed[rows])    # [B, T]
+            for chunk in chunks:
+                new, entropy = score(chunk)                                         # [B, T] each
                 # Until the first update the policy is the one that sampled, so old is new, detached. Not the
                 # sampler's own numbers: in bf16 they may differ by more than the clip forgives (sampler_gap).
-                old = old_logprobs.setdefault(rows.start, new.detach())             # [B, T]
+                old = old_logprobs.setdefault(chunk.start, new.detach())            # [B, T]
                 loss, metrics = compute_grpo_loss(
-                    new, old, advantages[rows].to(new.device), args.clip_range, args.clip_range_high, ref,
-                    args.kl_coef, args.importance)
+                    new, old, advantages[chunk].to(new.device), args.clip_range, args.clip_range_high,
+                    ref_logprobs.get(chunk.start), args.kl_coef, args.importance)
                 (loss * len(new) / len(tokens)).backward()  # by its share, so that its size changes nothing
-                gap = (logprobs[rows].to(new.device) - old).abs().max()
-                micro_metrics.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
-            norm = nn.utils.clip_grad_norm_(self.weights.parameters(), args.max_grad_norm)
+                gap = (logprobs[chunk].to(new.device) - old).abs().max()
+                rows.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
+            norm = nn.utils.clip_grad_norm_(self.lora.parameters(), args.max_grad_norm)
             self.optimizer.step()
-            self.weights.enable(True)                       # full weights: the model takes over the new ones
-        metrics = {key: np.mean([row[key] for row in micro_metrics]).item() for key in micro_metrics[0]}
-        metrics.update({key: max(row[key] for row in micro_metrics) for key in ("ratio_max", "sampler_gap")})
+        metrics = {key: max(row[key] for row in rows) if key in ("ratio_max", "sampler_gap")
+                   else np.mean([row[key] for row in rows]).item() for key in rows[0]}
         return {**metrics, "grad_norm": norm.item(), "lr": args.lr, "sec_update": time.perf_counter() - start,
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
@@ -624,41 +516,33 @@ class GRPOTrainer:
             self.save_checkpoint()
         for self.step in tqdm(range(self.step + 1, self.args.steps + 1), "training", disable=None):
             *rollout, metrics = self.rollout()
-            self.log({"step": self.step, **metrics, **self.train_step(*rollout)})   # 6. log and keep
+            self.history.append({"step": self.step, **metrics, **self.train_step(*rollout)})
+            with open(self.out / "metrics.jsonl", "a") as file:                     # 6. log and keep
+                file.write(json.dumps(self.history[-1]) + "\n")
+            shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
+            tqdm.write(" ".join(f"{key} {self.history[-1][key]:<8.3g}" for key in shown))
             if self.step % self.args.sample_every == 0 or self.step == self.args.steps:
                 self.save_samples()
             if self.step % self.args.save_every == 0 or self.step == self.args.steps:
                 self.save_checkpoint()
 
-    def log(self, metrics):
-        """A JSON line in metrics.jsonl, and the vital signs in an aligned line on the terminal."""
-        self.history.append(metrics)
-        with open(self.out / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(metrics) + "\n")
-        shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
-        tqdm.write(" ".join(f"{key} {metrics[key]:<8.3g}" for key in shown))
-
     def save_samples(self):
         """Fixed prompts and fixed seeds: from one picture to the next only the policy differs."""
-        prompts, targets = self.prompts[:8], self.targets[:8]
-        decoding = {**self.decoding, "decode_steps": self.args.eval_decode_steps}
-        images, *_ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)), **decoding)
-        rewards, _ = compute_rewards(images, prompts, targets, self.args.reward)    # [8]
-        now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())], columns=4)
+        prompts, args = self.prompts[:8], self.args
+        images, *_ = self.wrapper.generate_with_tracking(
+            prompts, 1, range(8), decode_steps=args.eval_decode_steps, micro_batch_size=args.micro_batch_size)
+        rewards, _ = compute_rewards(images, prompts, self.targets[:8], args.reward)    # [8]
+        now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())])
         now.save(self.out / f"samples/step_{self.step:05d}.png")
         if self.step:
-            curve = [row["reward"] for row in self.history]
-            caption = f"mean reward of steps 1 to {self.step}\n{min(curve):.3f} to {max(curve):.3f}"
-            sheets = [Image.open(self.out / "samples/step_00000.png"), now, draw_curve(curve, now.size)]
-            for sheet in sheets:
-                sheet.thumbnail((1024, 1024))       # in place, smaller only
-            draw_grid(sheets, ["before", "now", caption], columns=3).save(self.out / "progress.png")
+            before = Image.open(self.out / "samples/step_00000.png")
+            draw_progress(before, now, [r["reward"] for r in self.history]).save(self.out / "progress.png")
 
     def save_checkpoint(self):
-        """The weights to use elsewhere, checkpoint.pt to go on from: renamed into place, never half written."""
-        self.weights.save(self.out, self.args.model)
-        state = {"step": self.step, "history": self.history, "queue": self.queue, "rng": self.rng.get_state(),
-                 "weights": self.weights.state_dict(), "optimizer": self.optimizer.state_dict(),
+        """adapter/ to use elsewhere, checkpoint.pt to go on from: renamed into place, never half written."""
+        self.lora.save(self.out / "adapter", self.args.model)
+        state = {"step": self.step, "history": self.history, "rng": self.rng.get_state(),
+                 "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict(),
                  "args": vars(self.args), "prompts": self.prompts}
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
@@ -667,17 +551,15 @@ class GRPOTrainer:
         """Go on as if nothing had happened. weights_only: a checkpoint is data, never code. ValueError."""
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            self.weights.load_state_dict(state["weights"])
-            self.weights.enable(True)
+            if state["prompts"] != self.prompts:
+                raise ValueError(f"the prompts in {self.args.prompts} have changed since it began")
+            self.lora.load_state_dict(state["adapter"])
             self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.param_groups[0]["lr"] = self.args.lr
             self.rng.set_state(state["rng"])
-            self.step, self.history, self.queue = state["step"], state["history"], state["queue"]
-            same_prompts = state["prompts"] == self.prompts
+            self.step, self.history = state["step"], state["history"]
         except Exception as error:
-            raise ValueError(f"--resume: {path} is no checkpoint of this run ({error!r})") from error
-        if not same_prompts:
-            raise ValueError(f"--resume: the prompts in {self.args.prompts} have changed since the run began")
-        self.optimizer.param_groups[0]["lr"] = self.args.lr
+            raise ValueError(f"--resume: {path} does not go on with this run: {error!r}") from error
         (self.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.history))
 
 # --- The command line ---------------------------------------------------------------------------------------
@@ -704,30 +586,27 @@ def load_prompts(path, need_targets):
         raise ValueError(f"--prompts: {path} holds no prompt")
     if need_targets and not all(target for _, _, target in rows):
         raise ValueError(f"--reward mse needs prompt<TAB>target.png on every line of {path}")
-    folder = Path(path).parent
-    targets = [Image.open(folder / target).convert("RGB") if target else None for _, _, target in rows]
-    return [prompt for prompt, _, _ in rows], targets
+    return [prompt for prompt, _, _ in rows], [
+        Image.open(Path(path).parent / target).convert("RGB") if target else None for _, _, target in rows]
 
 def parse_args(argv=None):
     """One line a flag. Some defaults depend on --model, a resumed run brings its own. OSError, ValueError."""
     parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--model", help="hub id, folder or tiny; if not given: GLM-Image if a GPU has room for it, else tiny")
+    add("--model", help="hub id, folder, tiny or random; by default GLM-Image where a GPU has room, or tiny")
     add("--resume", metavar="RUN_DIR", help="go on with this run, with its own settings")
-    first, _ = parser.parse_known_args(argv)
-    saved = json.loads(Path(first.resume, "args.json").read_text()) if first.resume else {}
-    if first.resume and "steps" not in saved:
-        raise ValueError(f"--resume: {first.resume}/args.json does not hold the settings of a run")
+    asked, _ = parser.parse_known_args(argv)
+    saved = json.loads(Path(asked.resume, "args.json").read_text()) if asked.resume else {}
     room = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
-    model = first.model or saved.get("model") or ("zai-org/GLM-Image" if room >= 60 else "tiny")
+    model = asked.model or saved.get("model") or ("zai-org/GLM-Image" if room >= 60 else "tiny")
     tiny = model == "tiny"
     add("--prompts", default=str(Path(__file__).with_name("prompts.txt")), help="a prompt a line, # comments")
     add("--reward", type=parse_reward, default="color", help="names, or weights: color=1,jpeg=0.2")
     add("--steps", type=int, default=40 if tiny else 300, help="rollouts")
     add("--group-size", type=int, default=4, help="images per prompt")
     add("--batch-size", type=int, default=8, help="prompts per step")
-    add("--micro-batch-size", type=int, default=4 if tiny else 1, help="images per backward pass")
+    add("--micro-batch-size", type=int, default=4 if tiny else 1, help="images on the GPU at a time")
     add("--lr", type=float, default=2e-3 if tiny else 5e-5, help="AdamW learning rate")
     add("--num-iterations", type=int, default=1, help="updates per rollout; above 1 the clip matters")
     add("--clip-range", type=float, default=0.2, help="a ratio may fall to 1 - this")
@@ -736,65 +615,61 @@ def parse_args(argv=None):
     add("--scale-rewards", default="group", choices=("group", "batch", "none"), help="std to divide by")
     add("--importance", default="token", choices=("token", "sequence"), help="one ratio for each")
     add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
-    add("--lora-rank", type=int, default=16 if tiny else 32, help="rank of the adapters; 0: all weights")
+    add("--lora-rank", type=int, default=16 if tiny else 32, help="rank of the adapters")
     add("--lora-alpha", type=float, default=32.0 if tiny else 64.0, help="times alpha / rank")
     add("--size", type=parse_size, default="128" if tiny else "512", help="pixels: 512 or WIDTHxHEIGHT")
-    add("--temperature", type=float, help="of the sampling; if not given: the model's own")
-    add("--top-p", type=float, help="sample from the likeliest codes with this mass; if not given: the model's own")
-    add("--decode-steps", type=int, default=4 if tiny else 20, help="denoising steps of the DiT")
+    add("--temperature", type=float, help="of the sampling; or the model's own")
+    add("--top-p", type=float, help="draw from the likeliest codes of this mass; or the model's own")
+    add("--decode-steps", type=int, default=4 if tiny else 20, help="denoising steps of the DiT, in training")
     add("--eval-decode-steps", type=int, default=4 if tiny else 50, help="the same, for the pictures kept")
     add("--guidance", type=float, default=1.5, help="of the DiT; above 1 it runs twice a step")
-    add("--offload", default="auto", choices=("auto", "on", "off"), help="keep on the GPU what a phase needs")
+    add("--offload", default="auto", choices=("auto", "on", "off"), help="GPU holds only what a phase needs")
     add("--sample-every", type=int, default=10, help="steps between pictures of fixed prompts")
     add("--save-every", type=int, default=10, help="steps between checkpoints")
     add("--seed", type=int, default=0, help="of everything random")
     add("--out", default=time.strftime("runs/%Y%m%d-%H%M%S"), help="folder for the run")
     add("-h", "--help", action="help", help="show this and exit")
-    parser.set_defaults(**{"model": model, **saved})
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(**{"model": model, **saved}))
     args.out = args.resume or args.out
-    why = "as asked" if first.model or saved else f"{room:.0f} GiB of GPU memory free, GLM-Image wants 60"
+    why = "as asked" if asked.model or saved else f"{room:.0f} GiB of GPU memory free, GLM-Image wants 60"
     print(f"model: {model} ({why}), {args.batch_size} prompts x {args.group_size} images a step")
     return args
 
 def check_args(args):
     """Raises ValueError, in one sentence, for settings that cannot work."""
+    lows = {"seed": 0, "group_size": 2, "temperature": 0.01, "top_p": 0.01}
     for name, value in vars(args).items():
-        low = {"seed": 0, "lora_rank": 0, "group_size": 2, "temperature": 0.01, "top_p": 0.01}.get(
-            name, 1 if isinstance(value, int) else 0)
-        high = 1 if name == "top_p" else sys.float_info.max
+        low, high = lows.get(name, int(isinstance(value, int))), 1 if name == "top_p" else 1e12
         if isinstance(value, (int, float)) and not low <= value <= high:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be from {low} to {high:.3g}")
-    images = args.batch_size * args.group_size
-    if images % args.micro_batch_size:
-        raise ValueError(f"{args.batch_size} prompts x {args.group_size} images a step do not divide "
-                         f"into micro-batches of --micro-batch-size {args.micro_batch_size}")
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be from {low} to {high:g}")
+    if args.batch_size * args.group_size % args.micro_batch_size:
+        raise ValueError(f"{args.batch_size} prompts x {args.group_size} images a step do not divide into "
+                         f"micro-batches of --micro-batch-size {args.micro_batch_size}")
     if not args.resume and Path(args.out, "args.json").exists():
         raise ValueError(f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
-    # found out here, not after 35 GB of model are loaded: the nearest folder that exists must take new files
     folder = next(path for path in (Path(args.out).absolute() / "_").parents if path.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):    # now, not once the model is loaded
         raise ValueError(f"--out: cannot write into {folder}")
 
 def main(argv=None):
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
-    cuda = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     try:
         args = parse_args(argv)
         check_args(args)
         prompts, targets = load_prompts(args.prompts, "mse" in args.reward)
         wrapper = GLMImageWrapper.from_pretrained(
-            args.model, torch.bfloat16 if cuda else torch.float32, args.seed, height=args.size[0],
-            width=args.size[1], temperature=args.temperature, top_p=args.top_p, guidance=args.guidance,
-            offload={"on": True, "off": False}.get(args.offload), device="cuda" if cuda else "cpu")
+            args.model, dtype, args.seed, height=args.size[0], width=args.size[1], device=device,
+            temperature=args.temperature, top_p=args.top_p, guidance=args.guidance,
+            offload=args.offload == "on" or (
+                args.offload == "auto" and device == "cuda" and torch.cuda.mem_get_info()[0] < 60 * 2**30))
         trainer = GRPOTrainer(args, wrapper, prompts, targets)
         if args.resume:
             trainer.load_checkpoint(trainer.out / "checkpoint.pt")
         (trainer.out / "samples").mkdir(parents=True, exist_ok=True)
         (trainer.out / "args.json").write_text(json.dumps(vars(args), indent=2))
-        if not args.resume:
-            shutil.copy(__file__, trainer.out / "grpo.py")
+        (trainer.out / "grpo.py").write_text(Path(__file__).read_text())
     except (OSError, ValueError) as error:
         argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS).error(" ".join(str(error).split()))
     trainer.train()
