@@ -249,7 +249,7 @@ class GLMImageWrapper:
         there: these weights never change, so they are still at home."""
         if phase == self.phase:
             return
-        for name in sorted(self.homes, key=phase.__eq__):       # the one that comes is last
+        for name in sorted(self.homes, key=lambda name: name == phase):   # the one that comes is last
             for tensor, home in self.homes[name]:
                 tensor.data = home.to(self.device, non_blocking=True) if name == phase else home
             torch.cuda.empty_cache()
@@ -352,7 +352,7 @@ class GLMImageWrapper:
 
 # --- GLM-Image without the download: random, at its real size, and tiny, for a laptop -----------------------
 def make_pipeline(device="cpu", dtype=torch.bfloat16, V=16384, C=16, text={}, vision={}, vq={},
-                  mrope_section=(8, 12, 12), sampling=dict(temperature=0.9, top_p=0.75),
+                  mrope_section=(8, 12, 12), sampling=dict(do_sample=True, temperature=0.9, top_p=0.75),
                   glyphs=dict(d_model=1472, d_ff=3584, num_layers=12, feed_forward_proj="gated-gelu"),
                   dit=dict(attention_head_dim=128, num_attention_heads=32),
                   vae=dict(block_out_channels=(128, 512, 1024, 1024), layers_per_block=3)):

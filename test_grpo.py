@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -34,6 +38,20 @@ def make_trainer(out, *argv):
     wrapper = make_wrapper(*args.size, args.temperature, top_p=args.top_p)
     targets = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
     return grpo.GRPOTrainer(args, wrapper, ["a red fox", "some yellow thing here", "green"], targets)
+
+
+def make_real_on_meta():
+    """GLM-Image at its real size, without a byte of weights."""
+    with mock.patch.object(torch.nn.Module, "cpu", lambda module: module):
+        return grpo.make_pipeline(device="meta")
+
+
+class FakeHome:
+    """Stands for pinned memory: on its way to the device it becomes a copy, as it would on a GPU."""
+    def __new__(cls, home):
+        home = home.view_as(home)
+        home.to = lambda *_, **__: home.clone()
+        return home
 
 
 @pytest.fixture(scope="session")
@@ -173,6 +191,33 @@ def test_policy_logprobs_are_a_distribution_over_codes():
     assert torch.allclose(logp, torch.log((2 * logits[:, :8]).exp() / (2 * logits[:, :8]).exp().sum(1, keepdim=True)),
                           atol=1e-5)
     assert grpo.compute_policy_logprobs(logits.bfloat16(), 1., 8).dtype == torch.float32
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.75, 0.999, 1.0])
+def test_the_nucleus_is_that_of_transformers(top_p):
+    """The library's warper is the witness: the same codes stay; never none, and with top_p 1 all of them."""
+    logits = 3 * torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
+    allowed = grpo.compute_allowed(logits.log_softmax(-1), top_p)
+    assert torch.equal(allowed, transformers.TopPLogitsWarper(top_p)(None, logits).isfinite())
+    assert allowed.any(-1).all() and allowed.all() == (top_p == 1)
+
+
+def test_the_nucleus_by_hand():
+    """.5 + .3 reaches .75, .5 alone does not; order and shape do not matter."""
+    logprobs = torch.tensor([[.05, .5, .3, .15], [.25, .25, .4, .1]]).log()
+    assert grpo.compute_allowed(logprobs, 0.75).tolist() == [[False, True, True, False], [True, True, True, False]]
+    assert grpo.compute_allowed(logprobs[0], 0.4).tolist() == [False, True, False, False]
+
+
+def test_masked_logprobs_are_a_distribution_over_the_allowed_codes():
+    """What is cut away has no mass and no gradient; what stays keeps its proportions."""
+    logits = torch.randn(3, 8, requires_grad=True)
+    allowed = torch.tensor([True, False] * 4)
+    logp = grpo.compute_policy_logprobs(logits, 0.7, 8, allowed)
+    assert torch.equal(logp.exp()[:, ~allowed], torch.zeros(3, 4)) and torch.allclose(logp.exp().sum(1), torch.ones(3))
+    assert torch.allclose(logp[:, 0] - logp[:, 2], (logits[:, 0] - logits[:, 2]) / 0.7, atol=1e-6)
+    logp[:, 0].sum().backward()
+    assert logits.grad.isfinite().all() and torch.equal(logits.grad[:, ~allowed], torch.zeros(3, 4))
 
 
 def test_pictures_survive_the_round_trip():
@@ -338,6 +383,77 @@ def test_a_batch_is_its_prompts_one_by_one(wrapper, sampled):
         assert torch.equal(alone, tokens[3 * i:3 * i + 3])
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_sampling_equals_the_plain_way(top_p):
+    """Slow and plain, as the witness: every row reads its own prompt, the cache grows, and the nucleus is cut by
+    transformers. Guards the shared prefill, the static cache, its mask and the packed bits: token for token."""
+    wrapper = make_wrapper(top_p=top_p)
+    tokens, logprobs, allowed = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    ids, mask, position_ids = wrapper.encode([p for p in PROMPTS for _ in range(3)])
+    cache, L = transformers.DynamicCache(config=wrapper.ar.config.text_config), ids.shape[1]
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    for i in range(tokens.shape[1]):
+        start = L + i - 1 if i else 0
+        with torch.no_grad():
+            logits = wrapper.forward(ids[:, start:], mask[:, :L + i], position_ids[:, :, start:L + i], 1, cache)[:, 0]
+        logits = transformers.TopPLogitsWarper(top_p)(None, logits[:, :64] / wrapper.temperature)
+        noise = torch.cat([torch.empty(3, 64).exponential_(generator=generator) for generator in generators])
+        code = (logits.softmax(1) / noise).argmax(1, keepdim=True)
+        assert torch.equal(code[:, 0], tokens[:, i])
+        assert (logits.log_softmax(1).gather(1, code)[:, 0] - logprobs[:, i]).abs().max() < 1e-5
+        assert torch.equal(logits.isfinite(), torch.from_numpy(np.unpackbits(allowed[:, i], axis=-1)).bool())
+        ids = torch.cat([ids, code], 1)
+
+
+def test_truncated_sampling_is_scored_under_its_own_masks():
+    """Sampler = trainer to 1e-5, every sampled token allowed; scored by the whole softmax it is another number."""
+    wrapper = make_wrapper(top_p=0.6)
+    tokens, logprobs, allowed = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    prompts = [p for p in PROMPTS for _ in range(3)]
+    with torch.no_grad():
+        again, entropy = wrapper.compute_logprobs(prompts, tokens, allowed)
+        unmasked, whole_entropy = wrapper.compute_logprobs(prompts, tokens)
+    masks = torch.from_numpy(np.unpackbits(allowed, axis=-1)).bool()
+    assert (again - logprobs).abs().max() < 1e-5 and masks.gather(2, tokens[:, :, None]).all()
+    assert (unmasked < logprobs - 0.1).all() and (entropy < whole_entropy).all() and entropy.isfinite().all()
+    assert 1 < masks.sum(2).min() and masks.sum(2).max() < 64 and allowed.nbytes == tokens.numel() * 64 / 8
+
+
+def test_no_step_of_the_sampler_waits_for_the_host():
+    """A value read back (`.item()`, `if tensor`, a mask used as an index) would stop a GPU at every token, and a CUDA
+    graph could not hold it. Four times the tokens must not mean one more read."""
+    class CountReads(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            reads[-1] += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default,
+                                      torch.ops.aten.equal.default)
+            return function(*args, **(kwargs or {}))
+
+    reads = []
+    for size in (64, 128):
+        wrapper = make_wrapper(size, size, top_p=0.6)
+        reads.append(0)
+        with CountReads():
+            wrapper.sample(PROMPTS, 2, seeds=[1, 2])
+    assert reads[0] == reads[1]
+
+
+def test_the_step_of_the_sampler_keeps_to_its_memory(monkeypatch):
+    """What a CUDA graph replays reads and writes the addresses it was captured with: step for step the same cache,
+    and the step is the same function each time."""
+    seen, wrapper = [], make_wrapper()
+    forward = wrapper.forward
+
+    def spy(ids, mask, position_ids, num_last, cache):
+        seen.append([ids.shape, mask.shape, cache.layers[-1].keys.data_ptr() if ids.shape[1] == 1 else None])
+        return forward(ids, mask, position_ids, num_last, cache)
+
+    monkeypatch.setattr(wrapper, "forward", spy)
+    wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    L = wrapper.encode(PROMPTS)[0].shape[1]
+    assert len(seen) == 1 + 10 and seen[0][0] == (2, L - 1)         # one prefill, a row for each prompt
+    assert all(step == seen[1] for step in seen[1:]) and seen[1][:2] == [(6, 1), (6, 1, 1, L + 10)]
+
+
 def test_a_seed_is_a_group_and_its_rows_differ(wrapper, sampled):
     """The stock pipeline re-seeds on each call: a group of identical images, zero variance, nothing learned."""
     _, tokens, _ = sampled
@@ -346,18 +462,21 @@ def test_a_seed_is_a_group_and_its_rows_differ(wrapper, sampled):
     assert not torch.equal(tokens, wrapper.sample(PROMPTS, 3, seeds=[1, 3])[0])
 
 
-def test_samples_follow_the_distribution():
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_samples_follow_the_distribution(top_p):
     """20,000 first tokens against their probabilities. Pearson's statistic over 64 codes exceeds 150 by chance
     once in 10^8; forgetting the temperature or the log of the noise takes it far beyond."""
-    wrapper = make_wrapper(64, 64, temperature=0.5)
+    wrapper = make_wrapper(64, 64, temperature=0.5, top_p=top_p)
     tokens, _, _ = wrapper.sample(["red"], 20000, seeds=[0])
     ids, mask, position_ids = wrapper.encode(["red"])
     L = ids.shape[1]
     with torch.no_grad():
         logits = wrapper.forward(ids, mask[:, :L], position_ids[:, :, :L], num_last=1)
-    expected = 20000 * (logits[0, 0, :64] / 0.5).softmax(0)
-    counts = tokens[:, 0].bincount(minlength=64)
-    assert ((counts - expected) ** 2 / expected).sum() < 150
+    probs = (logits[0, 0, :64] / 0.5).softmax(0)
+    probs[torch.cumsum(probs.sort(descending=True)[0], 0).lt(top_p).sum() < probs.argsort(descending=True).argsort()] = 0
+    expected, counts = 20000 * probs / probs.sum(), tokens[:, 0].bincount(minlength=64)
+    inside = expected > 0
+    assert ((counts - expected)[inside] ** 2 / expected[inside]).sum() < 150 and counts[~inside].sum() == 0
 
 
 def test_images_come_from_the_large_tokens_and_the_noise_of_the_group(wrapper, sampled):
@@ -369,6 +488,17 @@ def test_images_come_from_the_large_tokens_and_the_noise_of_the_group(wrapper, s
     assert a == b and c == d and a != c
     same[1, 2:] = (same[1, 2:] + 1) % 64        # another large grid
     assert wrapper.decode(PROMPTS, same, seeds=[1, 2])[1].tobytes() != a
+
+
+def test_painting_in_micro_batches_changes_nothing_and_reads_each_prompt_once(wrapper, sampled):
+    """But for the rounding of other batch sizes, one grey level of 255; the text encoder is asked once a group."""
+    _, tokens, _ = sampled
+    calls, ours = [], grpo.GLMImageWrapper(wrapper.pipe, 128, 64, guidance=1.0)
+    handle = wrapper.pipe.text_encoder.register_forward_hook(lambda *_: calls.append(1))
+    pictures = [grpo.pil_to_tensor(ours.decode(PROMPTS, tokens, [1, 2], 2, size)) for size in (1, 2, 3)]
+    handle.remove()
+    assert len(calls) == 3 * 2 and all((p - pictures[0]).abs().max() < 1.5 / 255 for p in pictures)
+    assert (pictures[0][0] - pictures[0][1]).abs().max() > 3 / 255
 
 
 def test_painting_is_that_of_the_stock_pipeline(wrapper, sampled):
@@ -401,6 +531,114 @@ def test_generate_with_tracking(wrapper, sampled):
     images, tokens, logprobs, allowed = wrapper.generate_with_tracking(PROMPTS, 3, seeds=[1, 2])
     assert len(images) == 6 and torch.equal(tokens, sampled[1]) and torch.equal(logprobs, sampled[2])
     assert allowed.shape == (6, 10, 64 // 8) and (allowed == 255).all()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Memory: what lies where, and what is kept for the backward pass
+
+
+def offloaded(wrapper):
+    """Makes what is not on the device unusable (NaN), and returns the list that will hold the moves."""
+    moves, place = [], wrapper.place
+
+    def spy(phase=None):
+        if phase != wrapper.phase:
+            moves.append(phase)
+        place(phase)
+        for name, pairs in wrapper.homes.items():
+            for tensor, home in pairs:
+                tensor.data = home if name == phase else torch.full_like(home, math.nan)
+
+    wrapper.place = spy
+    for part in (wrapper.ar.model.visual, wrapper.ar.model.vqmodel):
+        for parameter in part.parameters():
+            parameter.data.fill_(math.nan)
+    return moves
+
+
+def test_offloading_changes_nothing_and_moves_once_per_phase(tmp_path):
+    """Tokens, pictures and gradients are identical although, in each phase, all that is not placed is NaN; the vision
+    tower and the VQ model always are. One move per phase, not per prompt or micro-batch; to score, all have left."""
+    plain, other = (make_trainer(tmp_path / x, "--kl-coef", "0.1", "--micro-batch-size", "2") for x in "ab")
+    other.wrapper = grpo.GLMImageWrapper(other.wrapper.pipe, 128, 64, offload=True)
+    moves, pictures = offloaded(other.wrapper), []
+    for trainer in (plain, other):
+        perturb(trainer.lora)
+        decode = trainer.wrapper.decode
+        trainer.wrapper.decode = lambda *a, decode=decode: pictures.append(decode(*a)) or pictures[-1]
+    rollouts = [trainer.rollout()[:-1] for trainer in (plain, other)]
+    assert moves == ["write", "paint", None]
+    assert all(torch.equal(rollouts[0][i], rollouts[1][i]) for i in (1, 2, 4))
+    assert [i.tobytes() for i in pictures[0]] == [i.tobytes() for i in pictures[1]]
+    assert torch.equal(*(gradients(trainer, rollout) for trainer, rollout in zip((plain, other), rollouts)))
+    assert moves == ["write", "paint", None, "write"]
+
+
+def test_offloading_brings_copies_and_forgets_them(wrapper):
+    """On the meta device, which holds no values: exactly the tensors of the phase are there, buffers included, and
+    afterwards each one is at home again, the same memory as before, so that coming back cost no copy."""
+    pipe = make_wrapper().pipe
+    ours = grpo.GLMImageWrapper(pipe, 128, 64, offload=True)
+    parts = {"write": [ours.ar.model.language_model, ours.ar.lm_head],
+             "paint": [pipe.text_encoder, pipe.transformer, pipe.vae]}
+    before = {t: t.data_ptr() for part in (ours.ar, *parts["paint"]) for t in (*part.parameters(), *part.buffers())}
+    ours.homes = {name: [(tensor, FakeHome(home)) for tensor, home in pairs] for name, pairs in ours.homes.items()}
+    for phase in ("write", "paint", None, "paint", "write", None):
+        ours.place(phase)
+        for name, modules in parts.items():
+            for t in (t for module in modules for t in (*module.parameters(), *module.buffers())):
+                assert (t.data_ptr() == before[t]) == (name != phase)
+        assert all(t.data_ptr() == before[t] for t in ours.ar.model.visual.parameters())
+
+
+def test_the_real_model_fits_by_phase():
+    """Counted on the meta device at the real sizes: what a phase needs of weights, in GiB of bf16, leaves room on a
+    card of 24 GB; the whole does not. And the vision tower is in no phase."""
+    pipe = make_real_on_meta()
+    ar, gib = pipe.vision_language_encoder, lambda *parts: sum(p.nbytes for m in parts for p in m.parameters()) / 2**30
+    write, paint = gib(ar.model.language_model, ar.lm_head), gib(pipe.text_encoder, pipe.transformer, pipe.vae)
+    assert write == pytest.approx(16.6, abs=0.1) and paint == pytest.approx(14.1, abs=0.1)
+    assert gib(ar.model.visual, ar.model.vqmodel) > 2 and {p.dtype for p in ar.parameters()} == {torch.bfloat16}
+    count = sum(p.numel() for p in grpo.LoRA(ar, 32, 64).values())
+    assert count == pytest.approx(95e6, rel=0.01)
+    assert (ar.generation_config.temperature, ar.generation_config.top_p) == (0.9, 0.75)
+
+
+def test_activations_are_recomputed_not_kept(wrapper, sampled):
+    """Gradient checkpointing: the same gradient bit for bit, far fewer bytes kept for the backward pass, and none of it
+    when there is no backward pass: a sampler whose layers believe they train would drop its cache."""
+    ours, kept, grads = make_wrapper(), [], []
+    lora = grpo.LoRA(ours.ar, rank=4, alpha=8)
+    perturb(lora)
+    for on in (True, False):
+        for layer in ours.ar.model.language_model.layers:
+            layer.gradient_checkpointing = on
+        kept.append(0)
+
+        def keep(tensor):
+            kept[-1] += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logprobs, _ = ours.compute_logprobs(*sampled[:2])
+        lora.zero_grad()
+        logprobs.sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in lora.parameters()]))
+        assert all(layer.training for layer in ours.ar.model.language_model.layers)
+        assert not any(m.training for layer in ours.ar.model.language_model.layers for m in layer.children())
+        ours.sample(PROMPTS, 2, seeds=[0, 1])
+        assert not any(layer.training for layer in ours.ar.model.language_model.layers)
+    assert torch.equal(*grads) and grads[0].abs().max() > 0 and kept[0] < 0.6 * kept[1]
+
+
+def test_the_head_sees_image_positions_only(wrapper, sampled):
+    """At 1024 x 1024 the logits of the prompt alone would be tens of megabytes a sample, for nothing."""
+    shapes = []
+    handle = wrapper.ar.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape))
+    wrapper.compute_logprobs(*sampled[:2])
+    wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    handle.remove()
+    assert shapes == [(6, 10, 72), (2, 1, 72)] + [(6, 1, 72)] * 10
 
 
 def test_a_saved_pipeline_is_the_same_policy(tmp_path, wrapper, sampled):
@@ -517,6 +755,20 @@ def test_ratio_is_one_until_the_first_update(tmp_path):
     assert twice["ratio_max"] > 1.001 and twice["kl"] > 0 and twice["sampler_gap"] < 1e-5
 
 
+def test_truncated_sampling_starts_at_ratio_one(tmp_path):
+    """With top-p the first ratio is 1, also against the sampler's own numbers, and the reference is taken under the
+    same masks: at the start the KL is 0. Both fail when one of the three passes forgets them."""
+    trainer = make_trainer(tmp_path, "--top-p", "0.6", "--kl-coef", "0.1", "--num-iterations", "2", "--lr", "0.01")
+    *rollout, _ = trainer.rollout()
+    assert (rollout[3] != 255).any()
+    metrics = trainer.train_step(*rollout)
+    assert metrics["sampler_gap"] < 1e-5 and 0 < metrics["kl"] < 0.1
+    trainer.args.num_iterations = 1
+    *rollout, _ = trainer.rollout()
+    metrics = trainer.train_step(*rollout)
+    assert metrics["ratio_max"] == metrics["ratio_mean"] == 1 and metrics["sampler_gap"] < 1e-5 and metrics["kl"] < 0.1
+
+
 def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path):
     """With moved adapters the KL is that between the two policies already at the first update."""
     trainer = make_trainer(tmp_path, "--kl-coef", "0.1")
@@ -616,6 +868,25 @@ def test_resume_takes_a_new_rate_and_refuses_other_prompts(tmp_path):
         trainer.load_checkpoint(tmp_path / "checkpoint.pt")
 
 
+def test_kept_pictures_have_their_own_number_of_steps(tmp_path, monkeypatch):
+    trainer, steps = make_trainer(tmp_path, "--eval-decode-steps", "3", "--micro-batch-size", "2"), []
+    decode = trainer.wrapper.decode
+    monkeypatch.setattr(trainer.wrapper, "decode", lambda p, t, s, decode_steps, micro_batch_size: steps.append(
+        (decode_steps, micro_batch_size)) or decode(p, t, s, decode_steps, micro_batch_size))
+    trainer.rollout()
+    trainer.save_samples()
+    assert steps == [(1, 2), (3, 2)]
+
+
+def test_every_prompt_gets_its_turn(tmp_path):
+    """A step takes different prompts; more than there are, each equally often."""
+    trainer = make_trainer(tmp_path)
+    assert len(set(trainer.rollout()[0])) == 2
+    trainer.args.batch_size = 6
+    prompts = trainer.rollout()[0]
+    assert {prompts.count(p) for p in trainer.prompts} == {2 * 4}
+
+
 def test_fixed_pictures_use_fixed_seeds(tmp_path):
     """Untrained, twice: the same file; the randomness of training in between must not show."""
     trainer = make_trainer(tmp_path)
@@ -711,7 +982,8 @@ BAD = [
     (["--resume", "broken"], "broken"), (["--resume", "headless"], "checkpoint"), (["--out", "empty.txt/run"], "empty.txt"), (["--out", "broken"], "--resume"),
     (["--micro-batch-size", "5"], "micro-batches"), (["--lr", "nan"], "--lr"), (["--lr", "-1"], "--lr"),
     (["--clip-range", "inf"], "--clip-range"), (["--temperature", "0"], "--temperature"), (["--steps", "0"], "--steps"),
-    (["--lora-rank", "0"], "--lora-rank"), (["--scale-rewards", "std"], "--scale-rewards"), (["--grop-size", "4"], "--grop"),
+    (["--lora-rank", "0"], "--lora-rank"), (["--top-p", "0"], "--top-p"), (["--top-p", "1.5"], "--top-p"),
+    (["--offload", "maybe"], "--offload"), (["--eval-decode-steps", "0"], "--eval-decode-steps"), (["--scale-rewards", "std"], "--scale-rewards"), (["--grop-size", "4"], "--grop"),
 ]
 
 
