@@ -151,15 +151,15 @@ class LoRA(nn.ParameterDict):
         for name, linear in list(model.named_modules()):
             if re.fullmatch(self.TARGETS, name):
                 key = name.replace(".", "/")        # torch allows no dots in a parameter's name
-                A, B = torch.empty(rank, linear.in_features), torch.zeros(linear.out_features, rank)
-                self[key + "/lora_A/weight"] = nn.Parameter(nn.init.kaiming_uniform_(A, a=math.sqrt(5)))
-                self[key + "/lora_B/weight"] = nn.Parameter(B)
-                linear.register_forward_hook(functools.partial(self.add_low_rank, key))
+                A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(rank, linear.in_features), a=5**0.5))
+                B = nn.Parameter(torch.zeros(linear.out_features, rank))
+                self[key + "/lora_A/weight"], self[key + "/lora_B/weight"] = A, B
+                linear.register_forward_hook(functools.partial(self.add_low_rank, A, B))
 
-    def add_low_rank(self, key, linear, inputs, output):
+    def add_low_rank(self, A, B, linear, inputs, output):
         if self.enabled:
-            A, B = (self[f"{key}/lora_{x}/weight"].to(output.dtype) for x in "AB")  # [rank, in], [out, rank]
-            return output + self.alpha / self.rank * F.linear(F.linear(inputs[0], A), B)
+            x, dtype = inputs[0], output.dtype                                      # [..., in]
+            return output + self.alpha / self.rank * F.linear(F.linear(x, A.to(dtype)), B.to(dtype))
 
     @contextlib.contextmanager
     def disabled(self):
@@ -220,7 +220,7 @@ class GLMImageWrapper:
         self.codebook_size = pipe.transformer.config.prior_vq_quantizer_codebook_size
         self.painter = diffusers.GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
         self.painter.set_progress_bar_config(disable=True)  # no AR half: it uses the device of its first part
-        pipe.vae.enable_slicing()                   # an image at a time: at 1024 x 1024 each takes gigabytes
+        pipe.vae.use_slicing = height * width > 512 * 512   # large images take gigabytes each
         self.ar.model.language_model.activation_checkpointing_enable()
         self.ar.eval().requires_grad_(False)        # eval: dropout would score the same tokens differently
         # what each phase needs; the vision tower and the VQ model are for image-to-image: always on the CPU

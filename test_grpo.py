@@ -1,10 +1,16 @@
 """Tests of grpo.py: identities, mostly, on a toy with random weights. `python -m pytest -q`, no network, no GPU."""
+import contextlib
+import functools
+import io
 import json
 import math
 import re
 import shutil
+import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 from unittest import mock
@@ -721,6 +727,100 @@ def test_adapter_loads_elsewhere(tmp_path, sampled, how):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Full fine-tuning, as a drop-in for grpo.LoRA
+
+
+class FullWeights(torch.nn.ParameterDict):
+    """All weights of the AR language model and its head, in fp32 on the CPU, where AdamW then keeps its state too.
+
+    The model computes with roundings of them, in bf16 on a GPU. Each gradient comes over as soon as it is ready, and
+    frees its place there. The reference, the model as it came, waits on the CPU: no second copy on the GPU.
+    """
+    def __init__(self, wrapper):
+        super().__init__()
+        homes, self.live, self.base = {id(t): home for t, home in wrapper.homes.get("write", [])}, {}, {}
+        for name, weight in wrapper.ar.named_parameters():
+            if name.startswith(("model.language_model.", "lm_head.")):
+                key = name.replace(".", "/")
+                self.live[key] = weight.requires_grad_(), homes.get(id(weight), weight)
+                self.base[key] = weight.detach().to("cpu", copy=True)
+                self[key] = torch.nn.Parameter(self.base[key].to(torch.float32, copy=True))
+                weight.register_post_accumulate_grad_hook(functools.partial(self.fetch_grad, self[key]))
+
+    def fetch_grad(self, master, weight):
+        grad, weight.grad = weight.grad.to("cpu", torch.float32), None
+        master.grad = grad if master.grad is None else master.grad + grad
+
+    def push(self, source):
+        for key, (weight, home) in self.live.items():
+            weight.data.copy_(source[key].detach())
+            home.data.copy_(source[key].detach())
+
+    @contextlib.contextmanager
+    def disabled(self):
+        self.push(self.base)
+        try:
+            yield
+        finally:
+            self.push(self)
+
+    def save(self, folder, base_model):
+        torch.save({key.replace("/", "."): value for key, value in self.items()}, f"{folder}.pt")
+
+
+def train_all_weights(trainer):
+    """Instead of the adapters, which stay the identity."""
+    trainer.lora = FullWeights(trainer.wrapper)
+    trainer.optimizer = torch.optim.AdamW(trainer.lora.parameters(), lr=trainer.args.lr, weight_decay=0.0)
+    trainer.optimizer.register_step_post_hook(lambda *_: trainer.lora.push(trainer.lora))
+    return trainer
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_full_fine_tuning_is_a_plain_step_of_adamw(tmp_path, offload):
+    """Masters and gradients fetched tensor by tensor, against AdamW on the model's own fp32 weights; with a KL, so that
+    the reference must be the model as it came, and two updates, so that the first must have arrived in the model."""
+    argv = ["--kl-coef", "0.5", "--lr", "1e-3", "--micro-batch-size", "2", "--num-iterations", "2"]
+    trainer, plain = make_trainer(tmp_path, *argv), make_wrapper(temperature=None)
+    trainer.wrapper = grpo.GLMImageWrapper(trainer.wrapper.pipe, 128, 64, offload=offload)
+    *rollout, _ = train_all_weights(trainer).rollout()
+    metrics = trainer.train_step(*rollout)
+    prompts, tokens, _, allowed, advantages = rollout
+    weights = [p.requires_grad_() for m in (plain.ar.model.language_model, plain.ar.lm_head) for p in m.parameters()]
+    optimizer, old = torch.optim.AdamW(weights, lr=1e-3, weight_decay=0.0), {}
+    for _ in range(2):
+        optimizer.zero_grad()
+        for i in range(0, 8, 2):        # the same pairs: what is 0 but for rounding, Adam would blow up to a full step
+            new, _ = plain.compute_logprobs(prompts[i:i + 2], tokens[i:i + 2], allowed[i:i + 2])
+            first = old.setdefault(i, new.detach())
+            loss, _ = grpo.compute_grpo_loss(new, first, advantages[i:i + 2], ref_logprobs=first, kl_coef=0.5)
+            (loss / 4).backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+    ours = dict(trainer.wrapper.ar.named_parameters())
+    moved = 0
+    for name, weight in plain.ar.named_parameters():
+        assert (ours[name] - weight).abs().max() < 1e-6
+        if name.startswith(("model.language_model.", "lm_head.")):
+            key = name.replace(".", "/")
+            assert torch.equal(ours[name], trainer.lora[key])
+            moved += (weight - trainer.lora.base[key]).abs().sum()
+    assert metrics["kl"] > 0 and moved > 1
+
+
+def test_full_fine_tuning_adds_up_what_bf16_would_lose(tmp_path):
+    """A weight of 0.02 minus 1e-6 is the same weight in bf16, a thousand times over; the masters keep count."""
+    trainer = make_trainer(tmp_path, "--lr", "1e-6")
+    trainer.wrapper = grpo.GLMImageWrapper(trainer.wrapper.pipe, 128, 64)
+    trainer.wrapper.ar.to(torch.bfloat16)
+    *rollout, _ = train_all_weights(trainer).rollout()
+    trainer.train_step(*rollout)
+    key = "model/language_model/layers/0/mlp/down_proj/weight"
+    assert (trainer.lora.live[key][0] == trainer.lora.base[key]).float().mean() > 0.9      # all but the smallest
+    assert (trainer.lora[key] - trainer.lora.base[key]).abs().mean().item() == pytest.approx(1e-6, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------------
 # The trainer
 
 
@@ -1043,3 +1143,120 @@ def test_readme_and_flags_agree():
     flags = set(re.findall(r'add\("(--[a-z-]+)"', (HERE / "grpo.py").read_text())) | {"--help"}
     mentioned = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", (HERE / "README.md").read_text()))
     assert mentioned - flags == set() and flags - mentioned - {"--help"} == set()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The benchmark: `python test_grpo.py --bench`, with the flags of grpo.py. Nothing here is a test.
+
+
+def clock(function, *args):
+    """-> (seconds, what it returned); a GPU is waited for."""
+    start = time.perf_counter()
+    result = function(*args)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+
+def stock_seconds(wrapper, args, prompt, tokens):
+    """An image the usual way: the pipeline writes and paints it alone, then a pass of its own scores the log-probs.
+
+    On a GPU the pipeline writes 16 and 48 tokens for real; the seconds of all the others are extrapolated from these.
+    """
+    generate, unspent = wrapper.ar.generate, [0.0]
+
+    def some_tokens(**inputs):
+        settings = {**inputs, "suppress_tokens": list(range(wrapper.codebook_size, wrapper.ar.lm_head.out_features))}
+        if wrapper.device == "cpu":
+            return generate(**settings)
+        short, long = (clock(lambda n=n: generate(**{**settings, "max_new_tokens": n}))[0] for n in (16, 48))
+        unspent[0] = (long - short) / 32 * tokens.shape[1] - short - long
+        return torch.cat([inputs["input_ids"], tokens.to(wrapper.device), tokens[:, :1].to(wrapper.device)], 1)
+
+    def write():
+        with mock.patch.object(wrapper.ar, "generate", some_tokens):
+            wrapper.pipe.generate_prior_tokens(prompt, wrapper.height, wrapper.width, device=torch.device(wrapper.device),
+                                               generator=torch.Generator().manual_seed(args.seed))
+
+    wrapper.place("write")
+    wrapper.ar.to(wrapper.device)       # the vision tower too: `generate` works on the device of the first weight
+    written, _ = clock(write)
+    for part in (wrapper.ar.model.visual, wrapper.ar.model.vqmodel):
+        part.to("cpu")
+    painted, _ = clock(wrapper.decode, [prompt], tokens, [args.seed], args.decode_steps, 1)
+    with torch.no_grad():
+        scored, _ = clock(wrapper.compute_logprobs, [prompt], tokens)
+    return written + unspent[0] + painted + scored
+
+
+def our_seconds(trainer, prompt, group_size):
+    """One step on one prompt -> seconds of write, paint, score, update, and the tokens."""
+    wrapper, args = trainer.wrapper, trainer.args
+    write, (tokens, logprobs, allowed) = clock(wrapper.sample, [prompt], group_size, [args.seed])
+    paint, images = clock(wrapper.decode, [prompt], tokens, [args.seed], args.decode_steps, args.micro_batch_size)
+    score, (rewards, _) = clock(grpo.compute_rewards, images, [prompt] * group_size, [None] * group_size, args.reward)
+    advantages = grpo.compute_advantages(rewards, group_size) if group_size > 1 else torch.zeros(1)
+    update, _ = clock(trainer.train_step, [prompt] * group_size, tokens, logprobs, allowed, advantages)
+    return (write, paint, score, update), tokens
+
+
+def weight_floor(wrapper):
+    """The least seconds a decode step can take: its weights read once, at the speed of a copy measured here."""
+    wrapper.place("write")
+    source = torch.empty(2**30, dtype=torch.uint8, device=wrapper.device)
+    target = torch.empty_like(source)
+    seconds = min(clock(target.copy_, source)[0] for _ in range(5))
+    modules = wrapper.ar.model.language_model.layers, wrapper.ar.model.language_model.norm, wrapper.ar.lm_head
+    return sum(p.nbytes for m in modules for p in m.parameters()) / (2 * source.nbytes / seconds)
+
+
+def bench(argv):
+    """One table. Every ratio is of two medians measured in turn in this run."""
+    cuda, prompt = torch.cuda.is_available(), "a red fox"
+    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
+    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
+        args = grpo.parse_args(["--out", out, "--micro-batch-size", "1" if cuda else "8", *argv])
+    offload = args.offload == "on" or args.offload == "auto" and cuda and torch.cuda.mem_get_info()[0] < 60 * 2**30
+    with mock.patch.object(grpo, "make_tiny_pipeline", lambda seed: make_tiny_pipeline(seed, warmup_steps=0)):
+        wrapper = grpo.GLMImageWrapper.from_pretrained(
+            args.model, dtype, args.seed, height=args.size[0], width=args.size[1], temperature=args.temperature,
+            top_p=args.top_p, guidance=args.guidance, offload=offload, device=device)
+    wrapper.pipe.set_progress_bar_config(disable=True)
+    trainer, repeats, first = grpo.GRPOTrainer(args, wrapper, [prompt], [None]), 3 if cuda else 9, None
+    where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
+    print(f"{args.model}, {args.size[1]} x {args.size[0]}, {args.decode_steps} decode steps, {args.micro_batch_size} images "
+          f"at a time, offload {'on' if offload else 'off'}, {where}, one prompt, medians of {repeats}, seconds")
+    print("group   stock rollout  ours  ratio | write  paint  score  update |  step  to group 1 | tokens/s"
+          + ("  of floor  peak GiB" if cuda else ""))
+    floor = weight_floor(wrapper) if cuda else 0
+    for group_size in (1, 4, 8, 16):
+        _, tokens = our_seconds(trainer, prompt, group_size)            # warm-up
+        phases, stock, peak = [], [], 0.0
+        for _ in range(repeats):
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            phases.append(our_seconds(trainer, prompt, group_size)[0])
+            peak = max(peak, torch.cuda.max_memory_allocated() / 2**30)
+            stock.append(sum(stock_seconds(wrapper, args, prompt, tokens[:1]) for _ in range(1 if cuda else group_size)))
+        stock = [seconds * group_size if cuda else seconds for seconds in stock]
+        write, paint, score, update = (statistics.median(column) for column in zip(*phases))
+        step, stock, ours = write + paint + score + update, statistics.median(stock), write + paint
+        first = first or step
+        print(f"{group_size:5d} {stock:15.3f} {ours:5.3f} {stock / ours:5.1f}x | {write:.3f}  {paint:.3f}  {score:.3f}  "
+              f"{update:6.3f} | {step:.3f} {step / first:10.2f}x | {tokens.numel() / write:8.0f}"
+              + (f" {floor / (write / tokens.shape[1]):8.0%} {peak:9.1f}" if cuda else ""))
+    if not cuda:
+        pipe = make_real_on_meta()
+        ar, gib = pipe.vision_language_encoder, lambda *parts: sum(p.nbytes for m in parts for p in m.parameters()) / 2**30
+        print(f"GLM-Image, weights by phase, counted: write {gib(ar.model.language_model, ar.lm_head):.1f} GiB, paint "
+              f"{gib(pipe.text_encoder, pipe.transformer, pipe.vae):.1f} GiB, always on the CPU "
+              f"{gib(ar.model.visual, ar.model.vqmodel):.1f} GiB. On a GPU nothing has been measured here.")
+
+
+if __name__ == "__main__":
+    import diffusers
+    if sys.argv[1:2] != ["--bench"]:
+        sys.exit("test_grpo.py: error: python -m pytest runs the tests; --bench [flags of grpo.py] prints the benchmark")
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    bench(sys.argv[2:])
