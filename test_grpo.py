@@ -169,6 +169,7 @@ def test_gspo_is_the_ratio_of_the_mean():
 
 def test_a_log_prob_per_sequence_is_a_row_of_one_token():
     """Guards the broadcasting of advantages: [N] against [N, T] would silently give [N, N] when N = T."""
+    torch.manual_seed(0)
     new, old, advantages = torch.randn(4) / 9, torch.randn(4) / 9, torch.randn(4)
     flat = grpo.compute_grpo_loss(new, old, advantages, ref_logprobs=old, kl_coef=.1)[0]
     rows = grpo.compute_grpo_loss(new[:, None], old[:, None], advantages, ref_logprobs=old[:, None], kl_coef=.1)[0]
@@ -501,8 +502,12 @@ def test_painting_in_micro_batches_changes_nothing_and_reads_each_prompt_once(wr
     _, tokens, _ = sampled
     calls, ours = [], grpo.GLMImageWrapper(wrapper.pipe, 128, 64, guidance=1.0)
     handle = wrapper.pipe.text_encoder.register_forward_hook(lambda *_: calls.append(1))
+    sizes, dit = [], wrapper.pipe.transformer
+    other = dit.register_forward_pre_hook(lambda *a: sizes.append(len(a[2]["hidden_states"])), with_kwargs=True)
     pictures = [grpo.pil_to_tensor(ours.decode(PROMPTS, tokens, [1, 2], 2, size)) for size in (1, 2, 3)]
     handle.remove()
+    other.remove()
+    assert sizes == [1] * 12 + [2, 2, 1, 1] * 2 + [3] * 4           # two denoising steps each
     assert len(calls) == 3 * 2 and all((p - pictures[0]).abs().max() < 1.5 / 255 for p in pictures)
     assert (pictures[0][0] - pictures[0][1]).abs().max() > 3 / 255
 
@@ -524,10 +529,12 @@ def test_settings_of_the_wrapper(tmp_path, wrapper, sampled):
     wrapper.pipe.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "vision_language_encoder/generation_config.json").read_text())
     (tmp_path / "vision_language_encoder/generation_config.json").write_text(
-        json.dumps({**settings, "do_sample": True, "temperature": 0.9}))
+        json.dumps({**settings, "do_sample": True, "temperature": 0.9, "top_p": 0.75}))
     loaded = grpo.GLMImageWrapper.from_pretrained(tmp_path, torch.bfloat16, height=128, width=64)
     loaded.pipe.processor._get_target_shape = wrapper.pipe.processor._get_target_shape
-    assert loaded.temperature == 0.9 and loaded.ar.dtype == torch.bfloat16 and make_wrapper(temperature=None).temperature == 1
+    plain = make_wrapper(temperature=None)
+    assert (loaded.temperature, loaded.top_p, plain.temperature, plain.top_p) == (0.9, 0.75, 1, 1)
+    assert loaded.ar.dtype == torch.bfloat16
     logprobs, _ = loaded.compute_logprobs(*sampled[:2])
     assert logprobs.dtype == torch.float32 and 0 < (logprobs - sampled[2]).abs().max() < 0.2
     assert len(loaded.generate_with_tracking(PROMPTS, 2, seeds=[0, 1])[0]) == 4
@@ -581,8 +588,8 @@ def test_offloading_changes_nothing_and_moves_once_per_phase(tmp_path):
 
 
 def test_offloading_brings_copies_and_forgets_them(wrapper):
-    """On the meta device, which holds no values: exactly the tensors of the phase are there, buffers included, and
-    afterwards each one is at home again, the same memory as before, so that coming back cost no copy."""
+    """Exactly the tensors of the phase are elsewhere, buffers included; afterwards each one is at home again, in the same
+    memory as before, so that leaving costs no copy. The vision tower never moves."""
     pipe = make_wrapper().pipe
     ours = grpo.GLMImageWrapper(pipe, 128, 64, offload=True)
     parts = {"write": [ours.ar.model.language_model, ours.ar.lm_head],
@@ -594,6 +601,9 @@ def test_offloading_brings_copies_and_forgets_them(wrapper):
         for name, modules in parts.items():
             for t in (t for module in modules for t in (*module.parameters(), *module.buffers())):
                 assert (t.data_ptr() == before[t]) == (name != phase)
+        there = {t: t.data_ptr() for t in before}
+        ours.place(phase)               # once more: no copy of what is there
+        assert all(t.data_ptr() == there[t] for t in before)
         assert all(t.data_ptr() == before[t] for t in ours.ar.model.visual.parameters())
 
 
@@ -858,15 +868,13 @@ def test_ratio_is_one_until_the_first_update(tmp_path):
 def test_truncated_sampling_starts_at_ratio_one(tmp_path):
     """With top-p the first ratio is 1, also against the sampler's own numbers, and the reference is taken under the
     same masks: at the start the KL is 0. Both fail when one of the three passes forgets them."""
-    trainer = make_trainer(tmp_path, "--top-p", "0.6", "--kl-coef", "0.1", "--num-iterations", "2", "--lr", "0.01")
-    *rollout, _ = trainer.rollout()
-    assert (rollout[3] != 255).any()
-    metrics = trainer.train_step(*rollout)
-    assert metrics["sampler_gap"] < 1e-5 and 0 < metrics["kl"] < 0.1
-    trainer.args.num_iterations = 1
-    *rollout, _ = trainer.rollout()
-    metrics = trainer.train_step(*rollout)
-    assert metrics["ratio_max"] == metrics["ratio_mean"] == 1 and metrics["sampler_gap"] < 1e-5 and metrics["kl"] < 0.1
+    trainer = make_trainer(tmp_path, "--top-p", "0.6", "--kl-coef", "0.1", "--lr", "0.01")
+    for step in range(2):
+        *rollout, _ = trainer.rollout()
+        assert (rollout[3] != 255).any()
+        metrics = trainer.train_step(*rollout)
+        assert metrics["ratio_max"] == metrics["ratio_mean"] == 1 and metrics["sampler_gap"] < 1e-5
+        assert metrics["kl"] == 0 if step == 0 else 0 < metrics["kl"] < 1
 
 
 def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path):
@@ -1125,6 +1133,33 @@ def test_unwritable_out_is_found_before_the_model_is_loaded(tmp_path, monkeypatc
     with pytest.raises(SystemExit) as stop:
         grpo.main(["--model", "tiny", "--out", str(out)])
     assert stop.value.code == 2 and "--out: cannot write into" in capsys.readouterr().err and not out.exists()
+
+
+def test_settings_reach_the_wrapper(tmp_path, monkeypatch):
+    """And so does what is not given: None is the model's own, and without a GPU "auto" offloads nothing."""
+    seen = []
+
+    def stop(path, dtype, seed, **settings):
+        seen.append({"path": path, "seed": seed, **settings})
+        raise ValueError("seen")
+
+    monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", stop)
+    flags = "--top-p 0.5 --temperature 0.7 --guidance 2 --size 64x96 --offload on --seed 3"
+    for argv in (flags.split(), []):
+        with pytest.raises(SystemExit):
+            grpo.main(["--model", "tiny", "--out", str(tmp_path / "run"), *argv])
+    same = dict(path="tiny", device="cuda" if torch.cuda.is_available() else "cpu")
+    assert seen[0] == dict(same, seed=3, height=96, width=64, temperature=0.7, top_p=0.5, guidance=2.0, offload=True)
+    assert seen[1] == dict(same, seed=0, height=128, width=128, temperature=None, top_p=None, guidance=1.5,
+                           offload=torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 60 * 2**30)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would make 33 GiB of weights")
+def test_random_weights_want_a_gpu(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        grpo.main(["--model", "random", "--out", str(tmp_path / "run")])
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(lines) == 1 and "cannot load --model random" in lines[0] and "CUDA" in lines[0]
 
 
 def test_own_reward_of_the_readme_works(monkeypatch):
