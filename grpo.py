@@ -228,10 +228,10 @@ class GLMImageWrapper:
                   "paint": (pipe.text_encoder, pipe.transformer, pipe.vae)}
         for module in (*phases["write"], *phases["paint"]):
             module.eval().requires_grad_(False).to("cpu" if offload else device)
-        # home: where a tensor waits while another phase has the device, in memory that the GPU reads fast
-        self.phase, self.homes = None, {
-            phase: [(t, t.data.pin_memory() if device != "cpu" else t.data)
-                    for module in modules for t in (*module.parameters(), *module.buffers())]
+            if offload and device == "cuda":
+                module._apply(torch.Tensor.pin_memory)      # in place: the GPU reads pinned memory fast
+        self.phase, self.homes = None, {            # home: where a tensor waits while it is not needed
+            phase: [(t, t.data) for module in modules for t in (*module.parameters(), *module.buffers())]
             for phase, modules in phases.items() if offload}
 
     @classmethod
@@ -460,7 +460,7 @@ class GRPOTrainer:
         self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
 
     def rollout(self):
-        """Steps 1 to 4 -> prompts, tokens, logprobs, allowed, advantages of N samples ; metrics."""
+        """Steps 1 to 4 -> prompts, tokens, logprobs, allowed, advantages of N samples; metrics."""
         args, P, G = self.args, self.args.batch_size, self.args.group_size
         order = torch.randperm(max(P, len(self.prompts)), generator=self.rng)[:P] % len(self.prompts)   # [P]
         seeds = torch.randint(2**31, (P + 1,), generator=self.rng).tolist()

@@ -607,6 +607,18 @@ def test_offloading_brings_copies_and_forgets_them(wrapper):
         assert all(t.data_ptr() == before[t] for t in ours.ar.model.visual.parameters())
 
 
+def test_weights_wait_in_pinned_memory_and_only_there(monkeypatch):
+    """For a GPU every tensor of every phase is pinned once, and the unpinned original is not kept beside it: that would
+    take twice the 31 GiB of the host. (Stands in for a GPU: the constructor itself brings nothing to the device.)"""
+    pinned = {}
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pinned.setdefault(id(t), t.detach().clone()))
+    ours = grpo.GLMImageWrapper(make_wrapper().pipe, 128, 64, offload=True, device="cuda")
+    pairs = [pair for phase in ours.homes.values() for pair in phase]
+    addresses = {copy.data_ptr() for copy in pinned.values()}
+    assert len(pairs) == len(pinned) > 100
+    assert all(t.data_ptr() == home.data_ptr() and home.data_ptr() in addresses for t, home in pairs)
+
+
 def test_the_real_model_fits_by_phase():
     """Counted on the meta device at the real sizes: what a phase needs of weights, in GiB of bf16, leaves room on a
     card of 24 GB; the whole does not. And the vision tower is in no phase."""
