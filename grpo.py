@@ -142,8 +142,8 @@ def compute_rewards(images, prompts, targets, weights):
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------------------------------------
 class LoRA(nn.ParameterDict):
     """W x becomes W x + alpha / rank * B A x, with W frozen and B = 0 at first, so that nothing changes.
-    Forward hooks add the low-rank part, the model itself stays as it was. (Two LoRAs in it add up.) A and B
-    are fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight."""
+    Forward hooks add the low-rank part, the model itself stays as it was. (A second LoRA adds to the first.)
+    A and B are fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight."""
     TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)"
     def __init__(self, model, rank, alpha):
         super().__init__()
@@ -214,12 +214,12 @@ class GLMImageWrapper:
     what a phase needs lies on the device, the rest waits on the CPU."""
     def __init__(self, pipe, height, width, temperature=None, top_p=None, guidance=1.5, offload=False,
                  device="cpu"):
-        self.pipe, self.ar, self.device = pipe, pipe.vision_language_encoder, device
+        self.pipe, self.ar, self.device = pipe, pipe.vision_language_encoder, torch.device(device)
         self.height, self.width, self.guidance, own = height, width, guidance, self.ar.generation_config
         self.temperature, self.top_p = temperature or own.temperature or 1.0, top_p or own.top_p or 1.0
         self.codebook_size = pipe.transformer.config.prior_vq_quantizer_codebook_size
-        self.painter = diffusers.GlmImagePipeline(**{**pipe.components, "vision_language_encoder": None})
-        self.painter.set_progress_bar_config(disable=True)  # no AR half: it uses the device of its first part
+        torch.backends.cuda.enable_cudnn_sdp(False)         # its gradients can be NaN (pytorch #196678)
+        pipe.set_progress_bar_config(disable=True)
         pipe.vae.to(memory_format=torch.channels_last)      # faster
         pipe.vae.use_slicing = height * width > 512 * 512   # large images take gigabytes each
         self.ar.model.language_model.activation_checkpointing_enable()
@@ -229,7 +229,7 @@ class GLMImageWrapper:
                   "paint": (pipe.text_encoder, pipe.transformer, pipe.vae)}
         for module in (*phases["write"], *phases["paint"]):
             module.eval().requires_grad_(False).to("cpu" if offload else device)
-            if offload and device == "cuda":
+            if offload and self.device.type == "cuda":
                 module._apply(torch.Tensor.pin_memory)      # in place: the GPU reads pinned memory fast
         self.phase, self.homes = None, {            # home: where a tensor waits while it is not needed
             phase: [(t, t.data) for module in modules for t in (*module.parameters(), *module.buffers())]
@@ -295,7 +295,7 @@ class GLMImageWrapper:
         allowed = torch.ones(*tokens.shape, self.codebook_size, dtype=torch.bool, device=self.device)
         noise = torch.empty(len(prompts), group_size, self.codebook_size, device=self.device)   # [P, G, V]
         columns, at = torch.arange(L + T, device=self.device), torch.tensor([L - 1], device=self.device)
-        def step():     # reads column `at`, writes the next; no tensor moves, so a CUDA graph can replay it
+        def step():     # reads column `at`, writes the next, at fixed addresses: a CUDA graph can replay it
             visible = (mask & (columns <= at))[:, None, None]                       # [N, 1, 1, L + T]
             logits = self.forward(tokens[:, at], visible, position_ids[:, :, at], 1, cache)[:, 0]
             logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size)            # [N, V]
@@ -305,13 +305,13 @@ class GLMImageWrapper:
             code = (logp - noise.flatten(0, 1).clamp(min=1e-30).log()).argmax(1, keepdim=True)      # [N, 1]
             at.add_(1)
             tokens[:, at], logprobs[:, at], allowed[:, at] = code, logp.gather(1, code), nucleus[:, None]
-        # Every prompt has its own stream of noise: what it gets does not depend on its neighbours.
+        # Every prompt has its own stream of noise: its draws do not depend on its neighbours in the batch.
         generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
         for i in range(T):
             for group_noise, generator in zip(noise, generators):
                 group_noise.exponential_(generator=generator)
             step()
-            step = capture(step) if i == 0 and self.device == "cuda" else step
+            step = capture(step) if i == 0 and self.device.type == "cuda" else step
         return tokens[:, L:].cpu(), logprobs[:, L:].cpu(), np.packbits(allowed[:, L:].cpu().numpy(), axis=-1)
 
     def compute_logprobs(self, prompts, tokens, allowed=None):
@@ -336,10 +336,10 @@ class GLMImageWrapper:
         h, w, images = self.height // 32, self.width // 32, []
         codes = tokens[:, -h * w:].view(-1, h, 1, w, 1).expand(-1, h, 2, w, 2).flatten(1)   # [N, 4 * h * w]
         for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
-            glyphs, _ = self.painter.encode_prompt(prompt, False)                   # [1, any, D]
+            glyphs, _ = self.pipe.encode_prompt(prompt, False)                   # [1, any, D]
             for part in group.split(micro_batch_size):                              # [B, 4 * h * w] each
                 same_noise = [torch.Generator().manual_seed(seed) for _ in part]
-                images += tensor_to_pil(self.painter(
+                images += tensor_to_pil(self.pipe(
                     prompt_embeds=glyphs.repeat(len(part), 1, 1), prior_token_ids=part.to(self.device),
                     generator=same_noise, height=self.height, width=self.width, output_type="pt",
                     num_inference_steps=decode_steps, guidance_scale=self.guidance).images) # [B, 3, H, W]
@@ -502,7 +502,7 @@ class GRPOTrainer:
                 (loss * len(new) / len(tokens)).backward()  # by its share, so that its size changes nothing
                 gap = (logprobs[chunk].to(new.device) - old).abs().max()
                 rows.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
-            norm = nn.utils.clip_grad_norm_(self.lora.parameters(), args.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(self.lora.values(), args.max_grad_norm, error_if_nonfinite=True)
             self.optimizer.step()
         metrics = {key: max(row[key] for row in rows) if key in ("ratio_max", "sampler_gap")
                    else np.mean([row[key] for row in rows]).item() for key in rows[0]}
@@ -606,7 +606,7 @@ def parse_args(argv=None):
     add("--steps", type=int, default=40 if tiny else 300, help="rollouts")
     add("--group-size", type=int, default=4, help="images per prompt")
     add("--batch-size", type=int, default=8, help="prompts per step")
-    add("--micro-batch-size", type=int, default=4 if tiny else 1, help="images on the GPU at a time")
+    add("--micro-batch-size", type=int, default=4 if tiny else 1, help="images painted or learnt at a time")
     add("--lr", type=float, default=2e-3 if tiny else 5e-5, help="AdamW learning rate")
     add("--num-iterations", type=int, default=1, help="updates per rollout; above 1 the clip matters")
     add("--clip-range", type=float, default=0.2, help="a ratio may fall to 1 - this")

@@ -900,6 +900,17 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path):
     assert metrics["kl"] == pytest.approx((delta.exp() - delta - 1).mean().item(), rel=1e-3) and metrics["kl"] > 1e-3
 
 
+def test_a_gradient_that_is_no_number_reaches_no_weight(tmp_path):
+    """Clipping would spread one NaN over all adapters, AdamW would keep it, and the next checkpoint replace a good one."""
+    trainer = make_trainer(tmp_path)
+    *rollout, _ = trainer.rollout()
+    next(iter(trainer.lora.values())).register_hook(lambda grad: grad * math.nan)
+    before = [p.detach().clone() for p in trainer.lora.values()]
+    with pytest.raises(RuntimeError, match="non-finite"):
+        trainer.train_step(*rollout)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.lora.values())) and not trainer.optimizer.state
+
+
 def test_settings_reach_the_update(tmp_path, monkeypatch):
     """A flag that is parsed and then forgotten looks like a flag that does not help."""
     argv = ["--clip-range", "0.3", "--clip-range-high", "0.4", "--kl-coef", "0.5", "--importance", "sequence",
@@ -1214,7 +1225,7 @@ def stock_seconds(wrapper, args, prompt, tokens):
 
     def some_tokens(**inputs):
         settings = {**inputs, "suppress_tokens": list(range(wrapper.codebook_size, wrapper.ar.lm_head.out_features))}
-        if wrapper.device == "cpu":
+        if wrapper.device.type == "cpu":
             return generate(**settings)
         short, long = (clock(lambda n=n: generate(**{**settings, "max_new_tokens": n}))[0] for n in (16, 48))
         unspent[0] = (long - short) / 32 * tokens.shape[1] - short - long
@@ -1222,7 +1233,7 @@ def stock_seconds(wrapper, args, prompt, tokens):
 
     def write():
         with mock.patch.object(wrapper.ar, "generate", some_tokens):
-            wrapper.pipe.generate_prior_tokens(prompt, wrapper.height, wrapper.width, device=torch.device(wrapper.device),
+            wrapper.pipe.generate_prior_tokens(prompt, wrapper.height, wrapper.width, device=wrapper.device,
                                                generator=torch.Generator().manual_seed(args.seed))
 
     wrapper.place("write")
