@@ -209,7 +209,7 @@ def capture(step):
 
 class GLMImageWrapper:
     """A `GlmImagePipeline` as a policy: `ar`, the trained part, `sample`, `compute_logprobs`, `decode`.
-    Another autoregressive image model needs a class with these four; nothing else in this file changes.
+    Another autoregressive model needs a class with the same methods; of the rest, only LoRA.TARGETS changes.
     height, width: pixels. temperature, top_p: None is the model's own. guidance: of the DiT. offload: only
     what a phase needs lies on the device, the rest waits on the CPU."""
     def __init__(self, pipe, height, width, temperature=None, top_p=None, guidance=1.5, offload=False,
@@ -358,7 +358,7 @@ def make_pipeline(device="cpu", dtype=torch.bfloat16, V=16384, C=16, text={}, vi
                   dit=dict(attention_head_dim=128, num_attention_heads=32),
                   vae=dict(block_out_channels=(128, 512, 1024, 1024), layers_per_block=3)):
     """A `GlmImagePipeline` with random weights, each part made on `device` and left on the CPU. By default in
-    the sizes of GLM-Image (its VAE's taken to be CogView4's): does it fit, and how fast is it?"""
+    the sizes of GLM-Image (its VAE taken to be CogView4's, its text encoder about ByT5's): does it fit?"""
     special = {f"{name}_token": f"<{name}>" for name in "bos eos pad unk image grid_bos grid_eos".split()}
     words = [f"<code_{k}>" for k in range(V)] + [*special.values(), *COLORS]    # any other word is <unk>
     words = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
