@@ -1,13 +1,9 @@
-"""
-grpo.py: GRPO for GLM-Image, in one file.
-
-GLM-Image draws in two halves: a 9 B autoregressive transformer (AR) writes visual tokens, and a 7 B diffusion
-transformer (DiT) paints them. Here the AR half learns, by trial and error, what to write:
+"""grpo.py: GRPO for GLM-Image in one file. GLM-Image draws in two halves: a 9 B autoregressive transformer (AR)
+writes visual tokens, a 7 B diffusion transformer (DiT) paints them. Here the AR half learns what to write:
 
     prompt ---> AR ---- tokens ---> DiT + VAE ---> image ---> reward ---> advantage
               trained                frozen              any function    z-score in the group
-                 ^                                                            |
-                 +--------------- update: a clipped policy gradient <---------+
+                 ^--------------- update: a clipped policy gradient <---------+
 
 One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRPOTrainer`:
   1. the AR half, the policy, writes G token sequences, its actions, for each of P prompts: P groups
@@ -16,16 +12,14 @@ One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRP
   4. advantage: (reward - mean) / std of its own group; for that mean other methods train a value network
   5. make the tokens of better images likelier and those of worse ones less likely, clipped as in PPO
   6. log, keep pictures and a checkpoint
-Left out on purpose: padded samples, end-of-sequence logic and loss masks (the image size alone sets the
-number of tokens); a value network; a second model as reference; training the DiT; image-to-image.
+Left out on purpose: loss masks (the image size sets the number of tokens), a value network, training the DiT.
 
-    python grpo.py --group-size 4                         # without a GPU: a toy learns colours in a minute
-    python grpo.py --model zai-org/GLM-Image --size 512   # the real one, on a GPU
+    python grpo.py --group-size 4                     # without a GPU: a toy learns colours in a minute
+    torchrun --nproc-per-node 8 grpo.py --size 512    # GLM-Image on 8 GPUs; on one: python grpo.py --size 512
 
-Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., B some of them,
-      L prompt tokens (padded on the left), T image tokens, V codes in the codebook, D width of a model.
-"""
-import argparse, contextlib, functools, io, json, math, os, re, time
+Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., n of them on one
+GPU, B at a time; L prompt tokens (padded on the left), T image tokens, V codes, D width of a model."""
+import argparse, contextlib, functools, io, json, math, os, re, runpy, signal, sys, time
 from pathlib import Path
 
 import diffusers, numpy as np, tokenizers, torch, transformers
@@ -34,46 +28,51 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of this GPU; how many
+
+class Trouble(ValueError):
+    """What the user can mend: `main` prints its one line, without a traceback."""
+
+def check(ok, message):
+    if not ok:
+        raise Trouble(message)
+
+@contextlib.contextmanager
+def blame(what):        # whatever goes wrong inside becomes Trouble, with `what` in front
+    try:
+        yield
+    except Exception as error:
+        raise Trouble(f"{what}: {error if isinstance(error, (Trouble, OSError)) else repr(error)}") from error
+
 # --- The maths: pure functions of tensors -------------------------------------------------------------------
 def compute_advantages(rewards, group_size, scale="group"):
     """How much better each sample is than its group: A_i = (r_i - mean of its group) / (std + 1e-6).
     rewards [N], ordered by group -> advantages [N], fp32. std, unbiased, of the "group" (GRPO, 2402.03300) or
-    of the whole "batch"; "none" does not divide (Dr. GRPO, 2503.20783). Equal rewards have nothing to teach:
-    exact zeros. ValueError for rewards that cannot be compared."""
+    of the whole "batch"; "none" does not divide (Dr. GRPO, 2503.20783). ValueError for what has none."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)                         # [N]
-    if group_size < 2 or len(rewards) % group_size:
-        raise ValueError(f"{len(rewards)} rewards do not divide into groups of {group_size}, 2 or more each")
-    if not rewards.isfinite().all():
-        raise ValueError(f"a reward is not a finite number: {rewards.tolist()}")
-    # measured from its first reward, a group of equal ones is exactly 0; the mean would add a rounding error
-    grouped = rewards.view(-1, group_size) - rewards[::group_size, None]            # [P, G]
+    check(group_size > 1 and len(rewards) % group_size == 0,
+          f"{len(rewards)} rewards do not divide into groups of {group_size}, 2 or more each")
+    check(rewards.isfinite().all(), f"a reward is not a finite number: {rewards.tolist()}")
+    grouped = rewards.view(-1, group_size) - rewards[::group_size, None]    # [P, G]: equal ones are exactly 0
     stds = {"group": grouped.std(1, keepdim=True) + 1e-6, "batch": rewards.std() + 1e-6, "none": 1.0}
-    if scale not in stds:
-        raise ValueError(f"scale is {scale!r}, but must be one of {', '.join(stds)}")
+    check(scale in stds, f"scale is {scale!r}, but must be one of {', '.join(stds)}")
     return ((grouped - grouped.mean(1, keepdim=True)) / stds[scale]).flatten()      # [N]
 
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, clip_range_high=None,
                       ref_logprobs=None, kl_coef=0.0, importance="token"):
     """PPO's clipped surrogate plus a price for leaving the reference -> (loss, metrics as plain floats).
-
         ratio = exp(new - old)
         loss  = -mean(min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1       unbiased for the KL and never negative (Schulman, 2020)
-
     Log-probs are [N] (of sequences) or [N, T] (of tokens), advantages [N]; only new_logprobs gets a gradient.
-    low is clip_range, high clip_range_high if given (DAPO's clip-higher, arXiv 2503.14476). importance
-    "sequence" takes one ratio a sequence, of the mean log-prob (GSPO, 2507.18071).
+    clip_range_high is DAPO's (2503.14476); importance "sequence", one ratio each, is GSPO's (2507.18071).
     Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert
     and the loss is minus the mean advantage, 0. Its gradient is not: it is REINFORCE's, of -mean(A * new)."""
-    if importance not in ("token", "sequence"):
-        raise ValueError(f"importance is {importance!r}, but must be 'token' or 'sequence'")
-    new, old = new_logprobs.float(), old_logprobs.detach().float()                  # [N] or [N, T]
-    ref = new.detach() if ref_logprobs is None else ref_logprobs.detach().float()   # [N] or [N, T]
-    A = advantages.detach().float().view(-1, *[1] * (new.ndim - 1))                 # [N] or [N, 1]
-    log_ratio = new - old
-    if importance == "sequence" and new.ndim == 2:
-        log_ratio = log_ratio.mean(1, keepdim=True)                                 # [N, 1]
-    ratio = log_ratio.exp()
+    check(importance in ("token", "sequence"), f"importance is {importance!r}, not 'token' or 'sequence'")
+    ref = new_logprobs if ref_logprobs is None else ref_logprobs
+    new, old, ref = (x.float().view(len(x), -1) for x in (new_logprobs, old_logprobs.detach(), ref.detach()))
+    A = advantages.detach().float()[:, None]                    # [N, 1], others [N, T]; T = 1 for sequences
+    ratio = ((new - old).mean(1, keepdim=True) if importance == "sequence" else new - old).exp()
     low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
     policy_loss = -torch.min(ratio * A, ratio.clamp(low, high) * A).mean()
     delta = (ref - new).clamp(max=20)           # or one far-off token would overflow the whole batch
@@ -85,65 +84,67 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
 
 def compute_policy_logprobs(logits, temperature, codebook_size, allowed=None):
     """log pi(code), THE distribution of the policy: sampler and trainer both call this and cannot disagree.
-    logits [..., vocab], allowed [..., V] (None: all) -> [..., V] in fp32: in bf16 a log-prob of -9 is off by
-    up to 0.03, and the ratio with it. The outputs behind the codebook are nothing the DiT could paint."""
-    logits = logits[..., :codebook_size].float() / temperature                      # [..., V]
+    logits [..., vocab], allowed [..., V] -> [..., V], fp32: in bf16 a log-prob of -9 is off by up to 0.03."""
+    logits = logits[..., :codebook_size].float() / temperature      # [..., V]: all that the DiT can paint
     return F.log_softmax(logits if allowed is None else logits.masked_fill(~allowed, -math.inf), dim=-1)
 
-def compute_allowed(logprobs, top_p):
-    """The nucleus: the likeliest codes with top_p of the mass (arXiv 1904.09751), [..., V] -> bool [..., V].
-    The trap: sampled from the nucleus but scored by the whole softmax, a ratio is off by the mass cut away;
-    and a nucleus cut anew by the trainer is another once the policy has moved. So the sampler keeps its masks
-    and new, old and reference log-probs are all taken under them ("keep sampling mask", 2512.02556)."""
-    probs, codes = logprobs.exp().sort(-1, descending=True)                         # [..., V] each
-    keep = (probs.cumsum(-1) - probs < top_p) | (top_p >= 1)    # by the mass of all likelier codes
-    return torch.zeros_like(keep).scatter(-1, codes, keep)                          # [..., V]
-
-def pil_to_tensor(images):
-    """PIL images of one size -> [N, 3, H, W], float in 0..1."""
+def pil_to_tensor(images):      # PIL images of one size -> [N, 3, H, W], float in 0..1
     return torch.stack([torch.from_numpy(np.array(i.convert("RGB"))) for i in images]).movedim(-1, 1) / 255
 
-def tensor_to_pil(tensor):
-    """[N, 3, H, W], float in 0..1 -> PIL images; the exact inverse of pil_to_tensor."""
+def tensor_to_pil(tensor):      # [N, 3, H, W], float in 0..1 -> PIL images; the exact inverse
     array = (tensor.float().clamp(0, 1) * 255).round().byte().movedim(1, -1).cpu().numpy()  # [N, H, W, 3]
     return [Image.fromarray(image) for image in array]
 
 # --- Rewards ------------------------------------------------------------------------------------------------
-# fn(images: list[PIL.Image], prompts: list[str], targets: list[PIL.Image or None]) -> N floats, higher is
-# better. Nothing is differentiated, so any function will do: write one and name it in REWARDS.
+# fn(images: list[PIL.Image], prompts: list[str], targets: list[PIL.Image or None]) -> N numbers, higher is
+# better, None is no opinion. Nothing is differentiated, so any function will do: --reward my_rewards.py:name
 COLORS = {"red": (1, 0, 0), "orange": (1, .6, 0), "yellow": (1, 1, 0), "green": (0, 1, 0), "blue": (0, 0, 1),
           "purple": (.6, 0, 1), "white": (1, 1, 1), "black": (0, 0, 0)}
 
-def reward_color(images, prompts, targets=None):
-    """1 - |mean colour - first colour word of the prompt|, mean over r, g, b: 0..1; without such a word 0."""
+def reward_color(images, prompts, targets=None):    # 1 - |mean colour - first colour the prompt names|: 0..1
     words = [next((w for w in re.findall("[a-z]+", p.lower()) if w in COLORS), None) for p in prompts]
     means = [pil_to_tensor([image]).mean((0, 2, 3)) for image in images]            # N of [3]
-    return [1 - (m - torch.tensor(COLORS[w])).abs().mean().item() if w else 0. for m, w in zip(means, words)]
+    return [w and 1 - (m - torch.tensor(COLORS[w])).abs().mean().item() for m, w in zip(means, words)]
 
-def reward_jpeg(images, prompts, targets=None):
-    """Compressibility: 1 - JPEG bytes / raw bytes, comparable across image sizes."""
+def reward_jpeg(images, prompts, targets=None):     # compressibility: 1 - JPEG bytes / raw bytes
     files = [io.BytesIO() for _ in images]
     for image, file in zip(images, files):
         image.convert("RGB").save(file, "JPEG", quality=95)
     return [1 - file.tell() / (3 * image.width * image.height) for image, file in zip(images, files)]
 
-def reward_mse(images, prompts, targets):
-    """Minus the mean squared error to the prompt's target image, resized to fit (bicubic)."""
+def reward_mse(images, prompts, targets):   # minus the mean squared error to the target, resized (bicubic)
     pairs = [pil_to_tensor([i, t.resize(i.size, Image.BICUBIC)]) for i, t in zip(images, targets)]
     return [-F.mse_loss(image, target).item() for image, target in pairs]           # each [3, H, W]
 
 REWARDS = {"color": reward_color, "jpeg": reward_jpeg, "mse": reward_mse}
 
-def compute_rewards(images, prompts, targets, weights):
-    """{name: weight} -> the weighted sum [N], and the components {name: [N]} as their functions gave them."""
-    raw = {n: torch.asarray(REWARDS[n](images, prompts, targets)).float().view(len(images)) for n in weights}
-    return sum(weights[name] * values for name, values in raw.items()), raw
+def find_reward(name):      # a name in REWARDS, or my_rewards.py:name -> the function
+    path, _, function = name.rpartition(":")
+    check(path or name in REWARDS, f"--reward {name} is none of {', '.join(REWARDS)}, nor a file.py:function")
+    with blame(f"--reward {name}"):
+        return runpy.run_path(path)[function] if path else REWARDS[name]
+
+def compute_rewards(images, prompts, targets, weights, group_size=1, norm="none"):
+    """{name: weight} -> the weighted sum [N], and the components {name: [N]}, raw, NaN for None: that counts
+    as the mean of its group. norm "group" adds up z-scores, so that components need no common scale."""
+    total, components = torch.zeros(len(images)), {}                                # [N]
+    for name, weight in weights.items():
+        with blame(f"--reward {name}"):
+            values = list(REWARDS[name](images, prompts, targets))
+            check(len(values) == len(images), f"{len(values)} values for {len(images)} images")
+            for i, value in enumerate(values):
+                check(value is None or math.isfinite(value), f"{value} for sample {i}, {prompts[i]!r}")
+            components[name] = torch.tensor([math.nan if v is None else float(v) for v in values])  # [N]
+        grouped = components[name].view(-1, group_size)                             # [P, G]
+        mean = grouped.nanmean(1, keepdim=True).nan_to_num()                        # [P, 1]
+        filled = grouped.where(~grouped.isnan(), mean).flatten()                    # [N]
+        total += weight * (compute_advantages(filled, group_size) if norm == "group" else filled)
+    return total, components
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------------------------------------
 class LoRA(nn.ParameterDict):
-    """W x becomes W x + alpha / rank * B A x, with W frozen and B = 0 at first, so that nothing changes.
-    Forward hooks add the low-rank part, the model itself stays as it was. (A second LoRA adds to the first.)
-    A and B are fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight."""
+    """W x becomes W x + alpha / rank * B A x, with W frozen and B = 0 at first: nothing changes yet. A, B are
+    fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight."""
     TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)"
     def __init__(self, model, rank, alpha):
         super().__init__()
@@ -162,16 +163,12 @@ class LoRA(nn.ParameterDict):
             return output + self.alpha / self.rank * F.linear(F.linear(x, A.to(dtype)), B.to(dtype))
 
     @contextlib.contextmanager
-    def disabled(self):
-        """Inside `with lora.disabled():` the model *is* the reference policy; no second copy is needed."""
+    def disabled(self):     # inside `with lora.disabled():` the model *is* the reference policy
         self.enabled = False
-        try:
-            yield
-        finally:
-            self.enabled = True
+        yield
+        self.enabled = True
 
-    def save(self, folder, base_model):
-        """Writes what transformers' `load_adapter` and peft's `PeftModel.from_pretrained` read."""
+    def save(self, folder, base_model):     # as transformers' `load_adapter` and peft's `PeftModel` read it
         folder.mkdir(exist_ok=True)
         weights = {"base_model.model." + k.replace("/", "."): v.detach().cpu() for k, v in self.items()}
         save_file(weights, folder / "adapter_model.safetensors")
@@ -184,12 +181,10 @@ def build_position_ids(attention_mask, grids):
     """Positions (t, h, w) of prompt and image tokens: mask [B, L], grids of T cells in all -> [3, B, L + T].
     Text counts up in all three. A grid holds t still and counts its rows in h and its columns in w; the next
     one starts max(h, w) further on. A padded prompt of 3, a draft of 1 x 2 and a large grid of 2 x 2:
-
               pad  prompt    draft   large
          t:    1   0  1  2   3  3    5  5  5  5
          h:    1   0  1  2   3  3    5  5  6  6
          w:    1   0  1  2   3  4    5  6  5  6
-
     The trap: `transformers` applies them in `generate` only. A plain forward pass takes the image for a line
     of text, without any error, and every log-prob is wrong."""
     text = (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, 1)       # [B, L]
@@ -200,23 +195,21 @@ def build_position_ids(attention_mask, grids):
         start = start + max(h, w)
     return torch.cat(parts, dim=2)
 
-def capture(step):
-    """The kernels of `step`, which has run before, as a CUDA graph: one launch in place of some thousands."""
+def capture(step):      # its kernels as a CUDA graph: one launch in place of some thousands
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     return graph.replay
 
 class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy: `ar`, the trained part, `sample`, `compute_logprobs`, `decode`.
-    Another autoregressive model needs a class with the same methods; of the rest, only LoRA.TARGETS changes.
-    height, width: pixels. temperature, top_p: None is the model's own. guidance: of the DiT. offload: only
-    what a phase needs lies on the device, the rest waits on the CPU."""
+    """A `GlmImagePipeline` as a policy: `ar`, the trained part, `sample`, `compute_logprobs`, `decode`. Another
+    model needs the same, and LoRA.TARGETS. height, width: pixels. temperature, top_p: None is its own."""
     def __init__(self, pipe, height, width, temperature=None, top_p=None, guidance=1.5, offload=False,
                  device="cpu"):
         self.pipe, self.ar, self.device = pipe, pipe.vision_language_encoder, torch.device(device)
         self.height, self.width, self.guidance, own = height, width, guidance, self.ar.generation_config
         self.temperature, self.top_p = temperature or own.temperature or 1.0, top_p or own.top_p or 1.0
+        self.cut_nucleus = transformers.TopPLogitsWarper(self.top_p)
         self.codebook_size = pipe.transformer.config.prior_vq_quantizer_codebook_size
         torch.backends.cuda.enable_cudnn_sdp(False)         # its gradients can be NaN (pytorch #196678)
         pipe.set_progress_bar_config(disable=True)
@@ -224,9 +217,8 @@ class GLMImageWrapper:
         pipe.vae.use_slicing = height * width > 512 * 512   # large images take gigabytes each
         self.ar.model.language_model.activation_checkpointing_enable()
         self.ar.eval().requires_grad_(False)        # eval: dropout would score the same tokens differently
-        # what each phase needs; the vision tower and the VQ model are for image-to-image: always on the CPU
-        phases = {"write": (self.ar.model.language_model, self.ar.lm_head),
-                  "paint": (pipe.text_encoder, pipe.transformer, pipe.vae)}
+        phases = {"write": (self.ar.model.language_model, self.ar.lm_head),     # the vision tower is in none:
+                  "paint": (pipe.text_encoder, pipe.transformer, pipe.vae)}     # it stays on the CPU
         for module in (*phases["write"], *phases["paint"]):
             module.eval().requires_grad_(False).to("cpu" if offload else device)
             if offload and self.device.type == "cuda":
@@ -236,18 +228,12 @@ class GLMImageWrapper:
             for phase, modules in phases.items() if offload}
 
     @classmethod
-    def from_pretrained(cls, path, dtype=torch.float32, seed=0, **settings):
-        """path: a hub id, a folder written by `GlmImagePipeline.save_pretrained`, tiny or random. OSError."""
-        try:
-            if path in ("tiny", "random"):
-                return cls(make_tiny_pipeline(seed) if path == "tiny" else make_pipeline("cuda"), **settings)
-            return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype), **settings)
-        except Exception as error:
-            raise OSError(f"cannot load --model {path}; --model tiny needs no download: {error!r}") from error
+    def from_pretrained(cls, path, dtype=torch.float32, seed=0, **settings):    # path: hub id, folder or tiny
+        with blame(f"cannot load --model {path}; --model tiny needs no download"):
+            load = functools.partial(diffusers.GlmImagePipeline.from_pretrained, dtype=dtype)
+            return cls(make_tiny_pipeline(seed) if path == "tiny" else load(path), **settings)
 
-    def place(self, phase=None):
-        """CPU offloading: brings a phase to the device once all else has left it. To leave is to be forgotten
-        there: these weights never change, so they are still at home."""
+    def place(self, phase=None):    # offloading; what leaves is not copied back: frozen weights never change
         if phase == self.phase:
             return
         for name in sorted(self.homes, key=lambda name: name == phase):   # the one that comes is last
@@ -256,8 +242,7 @@ class GLMImageWrapper:
             torch.cuda.empty_cache()
         self.phase = phase
 
-    def encode(self, prompts):
-        """The pipeline's own prompt format -> ids [B, L], mask [B, L + T], position_ids [3, B, L + T]."""
+    def encode(self, prompts):      # -> ids [B, L], mask [B, L + T], position_ids [3, B, L + T]
         chats = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
         inputs = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
@@ -268,45 +253,43 @@ class GLMImageWrapper:
         return ids, F.pad(mask, (0, position_ids.shape[2] - ids.shape[1]), value=1).bool(), position_ids
 
     def forward(self, ids, mask, position_ids, num_last, cache=None):
-        """The logits behind each of the last positions, [B, num_last, vocab]; only those need the head."""
         model = self.ar.model.language_model        # the classes around it insert positions of their own
         for layer in model.layers:
             layer.training = torch.is_grad_enabled()    # its activations are recomputed in the backward pass
         hidden = model(input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
                        use_cache=cache is not None).last_hidden_state               # [B, .., D]
-        return self.ar.lm_head(hidden[:, -num_last:])
+        return self.ar.lm_head(hidden[:, -num_last:])       # [B, num_last, vocab]: no others need the head
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
-        """P prompts, a seed for each -> tokens [N, T], logprobs [N, T], allowed [N, T, V / 8], bits in numpy.
-        First a small draft of the image, then the large grid: only that is painted, but both are actions.
-        Not by `generate`: it mixes up the grids of several sequences, may end early, and cuts to 50 codes."""
+        """P prompts, a seed for each -> tokens [N, T] (draft, then large grid), logprobs [N, T], allowed
+        [N, T, V / 8] in bits. `generate` would mix up the grids of prompts, end early and cut to 50 codes."""
         self.place("write")
         ids, mask, position_ids = self.encode(prompts)              # [P, L], [P, L + T], [3, P, L + T]
         L, T = ids.shape[1], mask.shape[1] - ids.shape[1]
-        # Each prompt is read once, but for its last token; its keys and values then serve the whole group.
-        cache = transformers.StaticCache(self.ar.config.text_config, L + T)
+        cache = transformers.StaticCache(self.ar.config.text_config, L + T)     # read once for a whole group
         self.forward(ids[:, :-1], mask, position_ids[:, :, :L - 1], 1, cache)
-        grow = functools.partial(torch.repeat_interleave, repeats=group_size)       # from P rows to N
-        for layer in cache.layers:
-            layer.keys, layer.values = grow(layer.keys, dim=0), grow(layer.values, dim=0)
-        tokens, mask, position_ids = grow(ids, dim=0), grow(mask, dim=0), grow(position_ids, dim=1)
-        tokens, logprobs = F.pad(tokens, (0, T)), torch.zeros(mask.shape, device=self.device)   # [N, L + T]
+        rows = torch.arange(len(prompts)).repeat_interleave(group_size)             # [N]: 0 0 .. 1 1 ..
+        cache.reorder_cache(rows)
+        tokens, mask, position_ids = F.pad(ids[rows], (0, T)), mask[rows], position_ids[:, rows]
+        logprobs = torch.zeros(mask.shape, device=self.device)                                  # [N, L + T]
         allowed = torch.ones(*tokens.shape, self.codebook_size, dtype=torch.bool, device=self.device)
         noise = torch.empty(len(prompts), group_size, self.codebook_size, device=self.device)   # [P, G, V]
         columns, at = torch.arange(L + T, device=self.device), torch.tensor([L - 1], device=self.device)
         def step():     # reads column `at`, writes the next, at fixed addresses: a CUDA graph can replay it
             visible = (mask & (columns <= at))[:, None, None]                       # [N, 1, 1, L + T]
             logits = self.forward(tokens[:, at], visible, position_ids[:, :, at], 1, cache)[:, 0]
+            # The trap of top-p: drawn from the nucleus but scored by the whole softmax, a ratio is off by the
+            # mass cut away; and cut anew, once the policy has moved, the nucleus is another. So the masks are
+            # kept, and new, old and reference log-probs taken under them ("keep sampling mask", 2512.02556).
             logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size)            # [N, V]
-            nucleus = compute_allowed(logp, self.top_p)                                             # [N, V]
+            nucleus = self.cut_nucleus(None, logp).isfinite()   # the likeliest with top_p of the mass  [N, V]
             logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size, nucleus)   # [N, V]
             # argmax(p / Exponential(1)) draws from p, the Gumbel-max trick, and the CPU need not know what
             code = (logp - noise.flatten(0, 1).clamp(min=1e-30).log()).argmax(1, keepdim=True)      # [N, 1]
             at.add_(1)
             tokens[:, at], logprobs[:, at], allowed[:, at] = code, logp.gather(1, code), nucleus[:, None]
-        # Every prompt has its own stream of noise: its draws do not depend on its neighbours in the batch.
-        generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
+        generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]     # one per group
         for i in range(T):
             for group_noise, generator in zip(noise, generators):
                 group_noise.exponential_(generator=generator)
@@ -330,12 +313,11 @@ class GLMImageWrapper:
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds, decode_steps=20, micro_batch_size=4):
         """P prompts, tokens [N, T], a seed for each prompt -> N PIL images. A group starts from the same
-        noise (as in DanceGRPO, 2505.07818), the DiT adds none: rewards differ because tokens do, not by luck.
-        And group by group: other quoted words would need padding, which the DiT does not mask."""
+        noise (DanceGRPO, 2505.07818), the DiT adds none: rewards differ because tokens do, not by luck."""
         self.place("paint")
         h, w, images = self.height // 32, self.width // 32, []
         codes = tokens[:, -h * w:].view(-1, h, 1, w, 1).expand(-1, h, 2, w, 2).flatten(1)   # [N, 4 * h * w]
-        for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
+        for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):  # or glyphs need padding
             glyphs, _ = self.pipe.encode_prompt(prompt, False)                   # [1, any, D]
             for part in group.split(micro_batch_size):                              # [B, 4 * h * w] each
                 same_noise = [torch.Generator().manual_seed(seed) for _ in part]
@@ -346,23 +328,21 @@ class GLMImageWrapper:
         self.place()            # leaves the device to the rewards
         return images
 
-    def generate_with_tracking(self, prompts, group_size, seeds, **decoding):
-        """P prompts, a seed for each -> N PIL images, and what `sample` gave: tokens, logprobs, allowed."""
+    def generate_with_tracking(self, prompts, group_size, seeds, **decoding):   # the images, and their origin
         tokens, logprobs, allowed = self.sample(prompts, group_size, seeds)
         return self.decode(prompts, tokens, seeds, **decoding), tokens, logprobs, allowed
 
-# --- GLM-Image without the download: random, at its real size, and tiny, for a laptop -----------------------
-def make_pipeline(device="cpu", dtype=torch.bfloat16, V=16384, C=16, text={}, vision={}, vq={},
-                  mrope_section=(8, 12, 12), sampling=dict(do_sample=True, temperature=0.9, top_p=0.75),
-                  glyphs=dict(d_model=1472, d_ff=3584, num_layers=12, feed_forward_proj="gated-gelu"),
-                  dit=dict(attention_head_dim=128, num_attention_heads=32),
-                  vae=dict(block_out_channels=(128, 512, 1024, 1024), layers_per_block=3)):
-    """A `GlmImagePipeline` with random weights, each part made on `device` and left on the CPU. By default in
-    the sizes of GLM-Image (its VAE taken to be CogView4's, its text encoder about ByT5's): does it fit?"""
+# --- The same without the download: tiny, for a laptop ------------------------------------------------------
+def make_pipeline(V=64, C=3, mrope_section=(1, 1, 2), text=dict(
+        vocab_size=80, vision_vocab_size=72, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4), vision=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
+        vq=dict(embed_dim=16, num_embeddings=64, latent_channels=16), glyphs=dict(d_model=32, num_layers=0),
+        vae=dict(block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=1), dit=dict(
+            num_layers=1, attention_head_dim=16, num_attention_heads=4, text_embed_dim=32, time_embed_dim=32,
+            condition_dim=8)):      # random weights, by default 0.5 M; it can read the words of COLORS
     special = {f"{name}_token": f"<{name}>" for name in "bos eos pad unk image grid_bos grid_eos".split()}
-    words = [f"<code_{k}>" for k in range(V)] + [*special.values(), *COLORS]    # any other word is <unk>
-    words = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    tokenizer = tokenizers.Tokenizer(words)
+    words = {word: i for i, word in enumerate([*special.values(), *COLORS], start=V)}   # others are <unk>
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     tokenizer.normalizer = tokenizers.normalizers.Lowercase()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     processor = transformers.GlmImageProcessor(
@@ -372,47 +352,31 @@ def make_pipeline(device="cpu", dtype=torch.bfloat16, V=16384, C=16, text={}, vi
     config = transformers.GlmImageConfig(
         text_config=dict(text, eos_token_id=V + 1, pad_token_id=V + 2, rope_parameters=rope), vq_config=vq,
         vision_config=vision, image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4)
-    with torch.device(device), transformers.modeling_utils.local_torch_dtype(dtype):
-        ar = transformers.GlmImageForConditionalGeneration(config).cpu()
-        t5 = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, **glyphs)).cpu()
-        dit = diffusers.GlmImageTransformer2DModel(
-            in_channels=C, out_channels=C, prior_vq_quantizer_codebook_size=V, **dit).cpu()
-        vae = diffusers.AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-            latent_channels=C, latents_mean=(0.,) * C, latents_std=(1.,) * C, mid_block_add_attention=False,
-            use_quant_conv=False, use_post_quant_conv=False, **vae).cpu()
-    ar.generation_config.update(**sampling)
+    ar = transformers.GlmImageForConditionalGeneration(config)
+    t5 = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, **glyphs))
+    dit = diffusers.GlmImageTransformer2DModel(
+        in_channels=C, out_channels=C, prior_vq_quantizer_codebook_size=V, **dit)
+    vae = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=C, latents_mean=(0.,) * C, latents_std=(1.,) * C, mid_block_add_attention=False,
+        use_quant_conv=False, use_post_quant_conv=False, **vae)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
     return diffusers.GlmImagePipeline(transformers.ByT5Tokenizer(), processor, t5, ar, vae, dit, scheduler)
 
-def make_tiny_pipeline(seed=0, warmup_steps=300):
-    """The same classes with 0.5 M weights, fitted for seconds (0 steps: left random)."""
+def make_tiny_pipeline(seed=0, warmup_steps=300, batch=16):     # fitted, supervised, for some seconds
     torch.manual_seed(seed)
-    pipe = make_pipeline(
-        dtype=torch.float32, V=64, C=3, mrope_section=(1, 1, 2), sampling={}, text=dict(
-            vocab_size=80, vision_vocab_size=72, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-            num_attention_heads=4), vision=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
-        vq=dict(embed_dim=16, num_embeddings=64, latent_channels=16), glyphs=dict(d_model=32, num_layers=0),
-        vae=dict(block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=1), dit=dict(
-            num_layers=1, attention_head_dim=16, num_attention_heads=4, text_embed_dim=32, time_embed_dim=32,
-            condition_dim=8))
-    # or the frozen head could never make a code likely; and the toy's painter ignores the quoted words
-    pipe.vision_language_encoder.model.language_model.norm.weight.data.fill_(4)
-    pipe.text_encoder.encoder.final_layer_norm.weight.data.zero_()
+    pipe = make_pipeline()
+    pipe.vision_language_encoder.model.language_model.norm.weight.data.fill_(4)     # or no code can be likely
+    pipe.text_encoder.encoder.final_layer_norm.weight.data.zero_()      # this painter ignores quoted words
     # GLM-Image drafts about 16 x 16 tokens at any size, too much noise for a toy: here half the large grid
     pipe.processor._get_target_shape = lambda **size: [x // k for k in (32, 64) for x in size.values()]
-    warm_up(GLMImageWrapper(pipe, 128, 128), warmup_steps)
-    return pipe
-
-def warm_up(wrapper, steps, batch=16):
-    """Supervised: DiT and VAE learn to paint codes, the policy gets a weak idea of colour, to start from."""
-    dit, vae, V = wrapper.pipe.transformer, wrapper.pipe.vae, wrapper.codebook_size
+    wrapper, dit, vae = GLMImageWrapper(pipe, 128, 128), pipe.transformer, pipe.vae
     palette = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)      # [V, 3]: each code is an RGB colour
     weights = [p.requires_grad_() for module in (dit, vae, wrapper.ar) for p in module.parameters()]
     optimizer = torch.optim.Adam(weights, lr=2e-3)
-    for _ in tqdm(range(steps), "warming up the toy", disable=None, leave=False):
+    for _ in tqdm(range(warmup_steps), "warming up the toy", disable=None, leave=False):
         # painter: flow matching for the DiT, squared error for the VAE, on mosaics whose latents are colours
-        codes = torch.randint(V, (batch, 2, 2)).repeat_interleave(2, 1).repeat_interleave(2, 2) # [B, 4, 4]
+        codes = torch.randint(64, (batch, 2, 2)).repeat_interleave(2, 1).repeat_interleave(2, 2) # [B, 4, 4]
         latents = F.interpolate(palette[codes].movedim(3, 1) * 2 - 1, scale_factor=2)       # [B, 3, 8, 8]
         noise, t = torch.randn_like(latents), torch.rand(batch)                 # t = 0: clean, 1: all noise
         glyphs = torch.zeros(batch, int(torch.randint(1, 30, ())), 32)              # [B, any, D]
@@ -420,69 +384,74 @@ def warm_up(wrapper, steps, batch=16):
         velocity = dit(torch.lerp(latents, noise, t.view(-1, 1, 1, 1)), glyphs, codes.flatten(1), drop,
                        t * 1000 - 1, torch.full((batch, 2), 64.), torch.zeros(batch, 2)).sample # [B, 3, 8, 8]
         painted = vae.decode(latents[:4] + 0.1 * noise[:4]).sample                  # [4, 3, 64, 64]
-        # policy: a quarter of the tokens show the colour the prompt names, the others are random
         picks = [(list(COLORS)[k], i, j) for k, i, j in torch.randint(len(COLORS), (batch, 3)).tolist()]
-        prompts = ["a " * i + color + " thing" * j for color, i, j in picks]
+        prompts = ["a " * i + color + " thing" * j for color, i, j in picks]  # a fourth of the tokens show it
         colors = torch.tensor([COLORS[color] for color, _, _ in picks]).float()     # [B, 3]
         shown = torch.cdist(colors, palette).argmin(1, keepdim=True)                # [B, 1]
-        tokens = torch.where(torch.rand(batch, 20) < 0.25, shown, torch.randint(V, (batch, 20))) # [B, T]
+        tokens = torch.where(torch.rand(batch, 20) < 0.25, shown, torch.randint(64, (batch, 20)))   # [B, T]
         loss = (F.mse_loss(velocity, noise - latents) - wrapper.compute_logprobs(prompts, tokens)[0].mean()
                 + F.mse_loss(painted, F.interpolate(latents[:4], scale_factor=8)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    return pipe
 
 # --- The trainer, and the pictures it keeps -----------------------------------------------------------------
-def draw_grid(images, captions):
-    """Images of one size, in two rows if that fits, a caption of two lines under each -> one PIL image."""
+def gather(rows):       # the rows of all GPUs, in the order of their ranks: a list -> a list
+    parts = [rows] * WORLD
+    if WORLD > 1:
+        torch.distributed.all_gather_object(parts, rows)
+    return sum(parts, [])
+
+def draw_grid(images, captions):    # images of one size in two rows, if that fits; captions of two lines
     cells, font = [ImageOps.expand(i, (2, 2, 2, 34), "white") for i in images], ImageFont.load_default(12)
     for cell, caption in zip(cells, captions):
         ImageDraw.Draw(cell).text((cell.width // 2, cell.height - 17), caption, 0, font, "mm", align="center")
     return diffusers.utils.make_image_grid(cells, rows := 2 - len(cells) % 2, len(cells) // rows)
 
-def draw_progress(before, now, rewards):
-    """Two pictures of one size and, as large, the mean reward of every step as a line -> one PIL image."""
+def draw_progress(before, now, rewards):    # two pictures of one size beside the rewards of the steps, a line
     (w, h), low, high, curve = now.size, min(rewards), max(rewards), Image.new("RGB", now.size, "white")
-    dx, dy = w / len(rewards), (h - 8) / (high - low or 1)      # pixels per step and per reward
-    points = [(i * dx, 4 + (high - reward) * dy) for i, reward in enumerate(rewards)]
-    ImageDraw.Draw(curve).line(points, "crimson", 3)
+    points = zip(np.linspace(0, w, len(rewards)), np.interp(rewards, (low, high), (h - 4, 4)))     # in pixels
+    ImageDraw.Draw(curve).line(list(points), "crimson", 3)
     caption = f"mean reward of steps 1 to {len(rewards)}\n{low:.3f} to {high:.3f}"
     return draw_grid([before, now, curve], ["before", "now", caption]).reduce(max(1, w // 700))
 
-class GRPOTrainer:
-    """Trains the AR half of `wrapper` on `prompts`; args as from `parse_args`; results go to args.out."""
+class GRPOTrainer:      # args as from `parse_args`; results go to args.out
     def __init__(self, args, wrapper, prompts, targets):
         self.args, self.wrapper, self.prompts, self.targets = args, wrapper, prompts, targets
-        self.out, self.step, self.history = Path(args.out), 0, []
-        self.rng = torch.Generator().manual_seed(args.seed)     # all that is random in a run comes from here
-        torch.manual_seed(args.seed)                            # and LoRA's first weights from here
+        self.out, self.history, self.stopped = Path(args.out), [], 0    # history: the metrics of each step
+        torch.manual_seed(args.seed)                                    # for LoRA's first weights
         self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha).to(wrapper.device)
         self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
 
-    def rollout(self):
-        """Steps 1 to 4 -> prompts, tokens, logprobs, allowed, advantages of N samples; metrics."""
+    def rollout(self):      # 1. to 4. -> prompts, tokens, logprobs, allowed, advantages of n samples; metrics
         args, P, G = self.args, self.args.batch_size, self.args.group_size
-        order = torch.randperm(max(P, len(self.prompts)), generator=self.rng)[:P] % len(self.prompts)   # [P]
-        seeds = torch.randint(2**31, (P + 1,), generator=self.rng).tolist()
-        transformers.set_seed(seeds.pop())                  # the global generators, for rewards that use them
+        rng = torch.Generator().manual_seed(args.seed * 1_000_003 + len(self.history))  # seed and step alone
+        order = torch.randperm(max(P, len(self.prompts)), generator=rng)[:P] % len(self.prompts)    # [P]
+        seeds = torch.randint(2**31, (P,), generator=rng)                           # [P], one for each group
+        order, seeds = order.chunk(WORLD)[RANK], seeds.chunk(WORLD)[RANK].tolist()  # the share of this GPU
+        transformers.set_seed(seeds[0])                     # the global generators, for rewards that use them
         prompts, start = [self.prompts[i] for i in order], time.perf_counter()
-        tokens, logprobs, allowed = self.wrapper.sample(prompts, G, seeds)          # 1. write: [N, T] each
+        tokens, logprobs, allowed = self.wrapper.sample(prompts, G, seeds)          # 1. write: [n, T] each
         written = time.perf_counter()
         images = self.wrapper.decode(prompts, tokens, seeds, args.decode_steps, args.micro_batch_size)
-        painted = time.perf_counter()                                               # 2. paint: N images
+        painted = time.perf_counter()                                               # 2. paint: n images
         prompts, targets = ([x[i] for i in order for _ in range(G)] for x in (self.prompts, self.targets))
-        rewards, components = compute_rewards(images, prompts, targets, args.reward)    # 3. score: [N]
-        advantages = compute_advantages(rewards, G, args.scale_rewards)                 # 4. compare: [N]
-        groups = rewards.view(P, G)
-        return prompts, tokens, logprobs, allowed, advantages, {
-            "reward": rewards.mean().item(), "reward_std": groups.std(1).mean().item(),
-            **{f"reward/{name}": values.mean().item() for name, values in components.items()},
+        rewards, parts = compute_rewards(images, prompts, targets, args.reward, G, args.reward_norm)
+        rewards = torch.stack([rewards, *parts.values()], 1).tolist()               # 3. score: [n, 1 + parts]
+        rewards, *raw = torch.tensor(gather(rewards)).T.contiguous()                # of all GPUs: [N] each
+        advantages = compute_advantages(rewards, G, args.scale_rewards)             # 4. compare: [N]
+        groups, names = rewards.view(P, G), [name.rpartition(":")[2] for name in parts]
+        return prompts, tokens, logprobs, allowed, advantages.chunk(WORLD)[RANK], {
+            "reward": rewards.mean().item(), "reward_std": groups.std(1).mean().item(), "lr": args.lr,
+            **{f"reward/{name}": values.nanmean().item() for name, values in zip(names, raw)},
+            **{f"reward_std/{name}": np.nanstd(values).item() for name, values in zip(names, raw)},
             "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
             "sec_rollout": written - start, "sec_decode": painted - written,
-            "sec_reward": time.perf_counter() - painted, "tokens_per_sec": tokens.numel() / (written - start)}
+            "sec_reward": time.perf_counter() - painted,
+            "tokens_per_sec": WORLD * tokens.numel() / (written - start)}
 
-    def train_step(self, prompts, tokens, logprobs, allowed, advantages):
-        """Step 5: num_iterations updates on one rollout -> metrics, means over the micro-batches."""
+    def train_step(self, prompts, tokens, logprobs, allowed, advantages):   # 5., on one rollout -> metrics
         args, rows, old_logprobs, ref_logprobs, start = self.args, [], {}, {}, time.perf_counter()
         chunks = [slice(i, i + args.micro_batch_size) for i in range(0, len(tokens), args.micro_batch_size)]
         score = lambda chunk: self.wrapper.compute_logprobs(prompts[chunk], tokens[chunk], allowed[chunk])
@@ -499,113 +468,115 @@ class GRPOTrainer:
                 loss, metrics = compute_grpo_loss(
                     new, old, advantages[chunk].to(new.device), args.clip_range, args.clip_range_high,
                     ref_logprobs.get(chunk.start), args.kl_coef, args.importance)
-                (loss * len(new) / len(tokens)).backward()  # by its share, so that its size changes nothing
+                (loss * len(new) / len(tokens) / WORLD).backward()  # by its share, so that size is no matter
                 gap = (logprobs[chunk].to(new.device) - old).abs().max()
                 rows.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
-            norm = nn.utils.clip_grad_norm_(self.lora.values(), args.max_grad_norm, error_if_nonfinite=True)
-            self.optimizer.step()
+            norm = self.update()
+        rows = gather(rows)
         metrics = {key: max(row[key] for row in rows) if key in ("ratio_max", "sampler_gap")
                    else np.mean([row[key] for row in rows]).item() for key in rows[0]}
-        return {**metrics, "grad_norm": norm.item(), "lr": args.lr, "sec_update": time.perf_counter() - start,
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        return {**metrics, "grad_norm": norm, "skipped": int(not math.isfinite(norm)), "sec_update":
+                time.perf_counter() - start, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
-    def train(self):
-        """The loop: rollout, update, log, until args.steps are done."""
-        if self.step == 0:
-            self.save_samples()                                                     # before training
-            self.save_checkpoint()
-        for self.step in tqdm(range(self.step + 1, self.args.steps + 1), "training", disable=None):
-            *rollout, metrics = self.rollout()
-            self.history.append({"step": self.step, **metrics, **self.train_step(*rollout)})
-            with open(self.out / "metrics.jsonl", "a") as file:                     # 6. log and keep
+    def update(self):       # one step of AdamW on the gradients of all GPUs, clipped -> their norm
+        grads = [p.grad for p in self.lora.values()]
+        if WORLD > 1:
+            flat = nn.utils.parameters_to_vector(grads)     # one message instead of hundreds
+            torch.distributed.all_reduce(flat)              # the sum: each GPU has its share of the samples
+            nn.utils.vector_to_parameters(flat, grads)
+        norm = nn.utils.clip_grad_norm_(self.lora.values(), self.args.max_grad_norm).item()
+        if math.isfinite(norm):                             # AdamW would never forget one that is not
+            self.optimizer.step()
+        return norm
+
+    def train(self):        # the loop: rollout, update, keep, until args.steps are done or a signal has come
+        if not self.history:
+            self.keep()                                                             # before training
+        for step in tqdm(range(len(self.history) + 1, self.args.steps + 1), disable=RANK > 0 or None):
+            *rollout, metrics = self.rollout()                                      # 1. to 4.
+            self.history.append({"step": step, **metrics, **self.train_step(*rollout)})     # 5.
+            self.stopped = max(gather([self.stopped]))      # all or none: they wait for each other
+            self.keep()                                                             # 6.
+            check(sum(row["skipped"] for row in self.history[-3:]) < 3, "no finite gradient for three steps")
+            if self.stopped:
+                break
+
+    def stop(self, number, frame):      # Ctrl-C, SIGTERM: finish the step, save, end. A second one kills.
+        self.stopped = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def keep(self):     # step 6: the log, and now and then pictures and a checkpoint
+        step, args = len(self.history), self.args
+        if RANK > 0:
+            return                                                      # the first GPU does it for all
+        if step:
+            with open(self.out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(self.history[-1]) + "\n")
             shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
             tqdm.write(" ".join(f"{key} {self.history[-1][key]:<8.3g}" for key in shown))
-            if self.step % self.args.sample_every == 0 or self.step == self.args.steps:
-                self.save_samples()
-            if self.step % self.args.save_every == 0 or self.step == self.args.steps:
-                self.save_checkpoint()
+        if [row["frac_zero_std"] for row in self.history[-10:]] == [1.0] * 10:
+            tqdm.write("warning: for ten steps all rewards of a group were equal, so nothing was learned")
+        if step % args.sample_every == 0 or step == args.steps:
+            self.save_samples()
+        if step % args.save_every == 0 or step == args.steps or self.stopped:
+            self.save_checkpoint()
 
-    def save_samples(self):
-        """Fixed prompts and fixed seeds: from one picture to the next only the policy differs."""
+    def save_samples(self):     # fixed prompts and seeds: from picture to picture only the policy differs
         prompts, args = self.prompts[:8], self.args
         images, *_ = self.wrapper.generate_with_tracking(
             prompts, 1, range(8), decode_steps=args.eval_decode_steps, micro_batch_size=args.micro_batch_size)
         rewards, _ = compute_rewards(images, prompts, self.targets[:8], args.reward)    # [8]
         now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())])
-        now.save(self.out / f"samples/step_{self.step:05d}.png")
-        if self.step:
+        now.save(self.out / f"samples/step_{len(self.history):05d}.png")
+        if self.history:
             before = Image.open(self.out / "samples/step_00000.png")
             draw_progress(before, now, [r["reward"] for r in self.history]).save(self.out / "progress.png")
 
-    def save_checkpoint(self):
-        """adapter/ to use elsewhere, checkpoint.pt to go on from: renamed into place, never half written."""
+    def save_checkpoint(self):      # adapter/ to use elsewhere, checkpoint.pt to go on from
         self.lora.save(self.out / "adapter", self.args.model)
-        state = {"step": self.step, "history": self.history, "rng": self.rng.get_state(),
-                 "adapter": self.lora.state_dict(), "optimizer": self.optimizer.state_dict(),
-                 "args": vars(self.args), "prompts": self.prompts}
-        torch.save(state, self.out / "checkpoint.tmp")
-        (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
+        state = {"step": len(self.history), "history": self.history, "adapter": self.lora.state_dict(),
+                 "optimizer": self.optimizer.state_dict(), "args": vars(self.args), "prompts": self.prompts}
+        with open(self.out / "checkpoint.tmp", "wb") as file:
+            torch.save(state, file)
+        (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")       # never half written
 
-    def load_checkpoint(self, path):
-        """Go on as if nothing had happened. weights_only: a checkpoint is data, never code. ValueError."""
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            if state["prompts"] != self.prompts:
-                raise ValueError(f"the prompts in {self.args.prompts} have changed since it began")
+    def load_checkpoint(self, path):    # go on as if nothing had happened
+        with blame(f"--resume: {path} does not go on with this run"):
+            state = torch.load(path, map_location="cpu", weights_only=True)     # data, never code
+            check(state["prompts"] == self.prompts, f"the prompts in {self.args.prompts} have changed since")
             self.lora.load_state_dict(state["adapter"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.optimizer.param_groups[0]["lr"] = self.args.lr
-            self.rng.set_state(state["rng"])
-            self.step, self.history = state["step"], state["history"]
-        except Exception as error:
-            raise ValueError(f"--resume: {path} does not go on with this run: {error!r}") from error
-        (self.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.history))
+            self.history = state["history"]
+            check(len(self.history) < self.args.steps, "it is finished; a larger --steps would go on")
 
 # --- The command line ---------------------------------------------------------------------------------------
-def parse_reward(text):
-    """"color" or "color=1,jpeg=0.2" -> {"color": 1.0, "jpeg": 0.2}."""
+def parse_reward(text):     # "color=1, mine.py:sharp=.2" -> {"color": 1.0, "/where/it/is/mine.py:sharp": 0.2}
     parts = [part.strip().partition("=") for part in text.split(",")]
-    weights = {name: float(weight or 1) for name, _, weight in parts}
-    if not set(weights) <= set(REWARDS) or not all(map(math.isfinite, weights.values())):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like color=1,jpeg=.2; names: {', '.join(REWARDS)}")
-    return weights
+    return {os.path.abspath(name) if ":" in name else name: float(weight or 1) for name, _, weight in parts}
 
-def parse_size(text):
-    """"512" or "1024x768", width first -> [height, width]."""
+def parse_size(text):       # "512" or "1024x768", width first -> [height, width]
     width, height = map(int, text.split("x") if "x" in text else (text, text))
-    if min(height, width) < 32 or height % 32 or width % 32:
-        raise argparse.ArgumentTypeError(f"{text} is not made of multiples of 32")
     return [height, width]
 
-def load_prompts(path, need_targets):
-    """A prompt a line, or prompt<TAB>target.png; # starts a comment. -> prompts, targets (images or None)."""
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
-    rows = [line.partition("\t") for line in lines if line[:1] not in ("", "#")]
-    if not rows:
-        raise ValueError(f"--prompts: {path} holds no prompt")
-    if need_targets and not all(target for _, _, target in rows):
-        raise ValueError(f"--reward mse needs prompt<TAB>target.png on every line of {path}")
-    return [prompt for prompt, _, _ in rows], [
-        Image.open(Path(path).parent / target).convert("RGB") if target else None for _, _, target in rows]
+def load_target(path):      # -> RGB, upright as its EXIF says, white where it is transparent
+    image = ImageOps.exif_transpose(Image.open(path)).convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
-def parse_args(argv=None):
-    """One line a flag. Some defaults depend on --model, a resumed run brings its own. OSError, ValueError."""
-    parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--model", help="hub id, folder, tiny or random; by default GLM-Image where a GPU has room, or tiny")
-    add("--resume", metavar="RUN_DIR", help="go on with this run, with its own settings")
-    asked, _ = parser.parse_known_args(argv)
-    saved = json.loads(Path(asked.resume, "args.json").read_text()) if asked.resume else {}
-    room = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
-    model = asked.model or saved.get("model") or ("zai-org/GLM-Image" if room >= 60 else "tiny")
-    tiny = model == "tiny"
-    add("--prompts", default=str(Path(__file__).with_name("prompts.txt")), help="a prompt a line, # comments")
-    add("--reward", type=parse_reward, default="color", help="names, or weights: color=1,jpeg=0.2")
+def load_prompts(path):     # lines: prompt, prompt<TAB>target.png, # comment -> prompts, targets (or None)
+    with blame(f"--prompts {path}"):
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
+        rows = [line.partition("\t") for line in lines if line[:1] not in ("", "#")]
+        check(rows and max(map(len, lines)) < 10000, "it holds no prompt, or a line of 10,000 characters")
+        targets = [load_target(Path(path).parent / target) if target else None for _, _, target in rows]
+        return [prompt for prompt, _, _ in rows], targets
+
+def add_flags(add, tiny):       # a flag a line; some defaults differ for the toy
+    add("--prompts", type=os.path.abspath, default=__file__ + "/../prompts.txt", help="one a line")
+    add("--reward", type=parse_reward, default="color", help="or weighted: color=1,my_rewards.py:sharp=.2")
+    add("--reward-norm", default="none", choices=("none", "group"), help="group: add up z-scores")
     add("--steps", type=int, default=40 if tiny else 300, help="rollouts")
     add("--group-size", type=int, default=4, help="images per prompt")
-    add("--batch-size", type=int, default=8, help="prompts per step")
+    add("--batch-size", type=int, default=8, help="prompts per step, on all GPUs together")
     add("--micro-batch-size", type=int, default=4 if tiny else 1, help="images painted or learnt at a time")
     add("--lr", type=float, default=2e-3 if tiny else 5e-5, help="AdamW learning rate")
     add("--num-iterations", type=int, default=1, help="updates per rollout; above 1 the clip matters")
@@ -629,52 +600,84 @@ def parse_args(argv=None):
     add("--seed", type=int, default=0, help="of everything random")
     add("--out", default=time.strftime("runs/%Y%m%d-%H%M%S"), help="folder for the run")
     add("-h", "--help", action="help", help="show this and exit")
-    args = parser.parse_args(argv, argparse.Namespace(**{"model": model, **saved}))
-    args.out = args.resume or args.out
-    why = "as asked" if asked.model or saved else f"{room:.0f} GiB of GPU memory free, GLM-Image wants 60"
-    print(f"model: {model} ({why}), {args.batch_size} prompts x {args.group_size} images a step")
+
+def parse_args(argv=None):      # some defaults depend on --model; a resumed run brings its settings
+    parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", help="hub id, folder or tiny; or GLM-Image if a GPU has room, else tiny")
+    parser.add_argument("--resume", metavar="RUN_DIR", help="go on with this run, with its own settings")
+    asked, _ = parser.parse_known_args(argv)        # first these two: the other defaults depend on them
+    room = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
+    saved = {"model": asked.model or ("zai-org/GLM-Image" if room >= 60 else "tiny")}
+    if asked.resume:
+        with blame(f"--resume: {asked.resume} holds no run"):
+            saved = json.loads(Path(asked.resume, "args.json").read_text())
+            saved["resume"] = saved["out"] = asked.resume
+    add_flags(parser.add_argument, tiny=saved["model"] == "tiny")
+    args = parser.parse_args(argv, argparse.Namespace(**saved))
+    for name in saved.keys() - {"steps", "save_every", "sample_every"}:
+        check(getattr(args, name) == saved[name], f"--{name.replace('_', '-')} is {saved[name]} in this run: "
+              "--resume lets only --steps, --save-every and --sample-every change")
+    print(f"model: {args.model} ({room:.0f} GiB of GPU memory free, GLM-Image wants 60)")
     return args
 
-def check_args(args):
-    """Raises ValueError, in one sentence, for settings that cannot work."""
+def prepare(args):      # checks the arguments, loads what they name, and only then makes a folder -> trainer
     lows = {"seed": 0, "group_size": 2, "temperature": 0.01, "top_p": 0.01}
     for name, value in vars(args).items():
         low, high = lows.get(name, int(isinstance(value, int))), 1 if name == "top_p" else 1e12
-        if isinstance(value, (int, float)) and not low <= value <= high:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be from {low} to {high:g}")
-    if args.batch_size * args.group_size % args.micro_batch_size:
-        raise ValueError(f"{args.batch_size} prompts x {args.group_size} images a step do not divide into "
-                         f"micro-batches of --micro-batch-size {args.micro_batch_size}")
-    if not args.resume and Path(args.out, "args.json").exists():
-        raise ValueError(f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
+        check(not isinstance(value, (int, float)) or low <= value <= high,
+              f"--{name.replace('_', '-')} is {value}, but must be from {low} to {high:g}")
+    check(all(map(math.isfinite, args.reward.values())), "--reward has a weight that is not finite")
+    check(min(args.size) > 0 and not any(n % 32 for n in args.size), "--size is not made of multiples of 32")
+    P, G, B = args.batch_size, args.group_size, args.micro_batch_size
+    check(P % WORLD == P // WORLD * G % B == 0, f"{P} prompts x {G} images do not divide into {WORLD} GPUs x "
+          f"micro-batches of --micro-batch-size {B}")
+    check(args.resume or RANK or not Path(args.out, "args.json").exists(),
+          f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
     folder = next(path for path in (Path(args.out).absolute() / "_").parents if path.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):    # now, not once the model is loaded
-        raise ValueError(f"--out: cannot write into {folder}")
+    check(folder.is_dir() and os.access(folder, os.W_OK), f"--out: cannot write into {folder}")
+    n = P * G // WORLD
+    print(f"{P} prompts x {G} images = {P * G} images a step, {n} a rank, {n // B} micro-batches of {B}")
+    REWARDS.update({name: find_reward(name) for name in args.reward})
+    prompts, targets = load_prompts(args.prompts)
+    check("mse" not in args.reward or all(targets), f"--reward mse: a line of {args.prompts} has no target")
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    scarce = device == "cuda" and torch.cuda.mem_get_info()[0] < 60 * 2**30
+    wrapper = GLMImageWrapper.from_pretrained(
+        args.model, dtype, args.seed, height=args.size[0], width=args.size[1], temperature=args.temperature,
+        top_p=args.top_p, guidance=args.guidance, device=device,
+        offload=args.offload == "on" or args.offload == "auto" and scarce)
+    trainer = GRPOTrainer(args, wrapper, prompts, targets)
+    if args.resume:
+        trainer.load_checkpoint(trainer.out / "checkpoint.pt")
+    if RANK == 0:
+        (trainer.out / "samples").mkdir(parents=True, exist_ok=True)
+        (trainer.out / "args.json").write_text(json.dumps(vars(args), indent=2))
+        (trainer.out / "grpo.py").write_text(Path(__file__).read_text())
+        (trainer.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trainer.history))
+    return trainer
 
 def main(argv=None):
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     try:
-        args = parse_args(argv)
-        check_args(args)
-        prompts, targets = load_prompts(args.prompts, "mse" in args.reward)
-        wrapper = GLMImageWrapper.from_pretrained(
-            args.model, dtype, args.seed, height=args.size[0], width=args.size[1], device=device,
-            temperature=args.temperature, top_p=args.top_p, guidance=args.guidance,
-            offload=args.offload == "on" or (
-                args.offload == "auto" and device == "cuda" and torch.cuda.mem_get_info()[0] < 60 * 2**30))
-        trainer = GRPOTrainer(args, wrapper, prompts, targets)
-        if args.resume:
-            trainer.load_checkpoint(trainer.out / "checkpoint.pt")
-        (trainer.out / "samples").mkdir(parents=True, exist_ok=True)
-        (trainer.out / "args.json").write_text(json.dumps(vars(args), indent=2))
-        (trainer.out / "grpo.py").write_text(Path(__file__).read_text())
-    except (OSError, ValueError) as error:
+        if WORLD > 1:                                           # under torchrun: a process for each GPU
+            torch.distributed.init_process_group()
+            torch.cuda.is_available() and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            sys.stdout = open(os.devnull, "w") if RANK > 0 else sys.stdout      # of which the first speaks
+        trainer = prepare(parse_args(argv))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, trainer.stop)
+        trainer.train()
+    except torch.OutOfMemoryError:
+        sys.exit("grpo.py: error: out of GPU memory: try --micro-batch-size 1, --offload on, smaller --size")
+    except (Trouble, OSError) as error:
         argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS).error(" ".join(str(error).split()))
-    trainer.train()
     print(f"pictures and curve: {trainer.out}/progress.png\nto use the adapter, with peft installed: "
           f'pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')
+    if trainer.stopped:
+        print(f"stopped after step {len(trainer.history)}: --resume {trainer.out} goes on")
+        sys.exit(128 + trainer.stopped)
 
 if __name__ == "__main__":
     main()
