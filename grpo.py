@@ -1,5 +1,5 @@
-"""grpo.py: GRPO for GLM-Image in one file. GLM-Image draws in two halves: a 9 B autoregressive transformer (AR)
-writes visual tokens, a 7 B diffusion transformer (DiT) paints them. Here the AR half learns what to write:
+"""grpo.py: GRPO for GLM-Image, in one file. It draws in two halves: an autoregressive transformer (AR, 9 B)
+writes visual tokens, a diffusion transformer (DiT, 7 B) paints them. Here the AR half learns what to write:
 
     prompt ---> AR ---- tokens ---> DiT + VAE ---> image ---> reward ---> advantage
               trained                frozen              any function    z-score in the group
@@ -16,16 +16,14 @@ Left out on purpose: loss masks (the image size sets the number of tokens), a va
 
     python grpo.py --group-size 4                     # without a GPU: a toy learns colours in a minute
     torchrun --nproc-per-node 8 grpo.py --size 512    # GLM-Image on 8 GPUs; on one: python grpo.py --size 512
-
 Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., n of them on one
 GPU, B at a time; L prompt tokens (padded on the left), T image tokens, V codes, D width of a model."""
 import argparse, contextlib, functools, io, json, math, os, re, runpy, signal, sys, time
 from pathlib import Path
 
-import diffusers, numpy as np, tokenizers, torch, transformers
-import torch.nn as nn, torch.nn.functional as F
+import diffusers, numpy as np, tokenizers, torch, torch.nn as nn, torch.nn.functional as F, transformers
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of this GPU; how many
@@ -50,8 +48,7 @@ def compute_advantages(rewards, group_size, scale="group"):
     rewards [N], ordered by group -> advantages [N], fp32. std, unbiased, of the "group" (GRPO, 2402.03300) or
     of the whole "batch"; "none" does not divide (Dr. GRPO, 2503.20783). ValueError for what has none."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)                         # [N]
-    check(group_size > 1 and len(rewards) % group_size == 0,
-          f"{len(rewards)} rewards do not divide into groups of {group_size}, 2 or more each")
+    check(group_size > 1 and len(rewards) % group_size == 0, f"{len(rewards)} in groups of {group_size}")
     check(rewards.isfinite().all(), f"a reward is not a finite number: {rewards.tolist()}")
     grouped = rewards.view(-1, group_size) - rewards[::group_size, None]    # [P, G]: equal ones are exactly 0
     stds = {"group": grouped.std(1, keepdim=True) + 1e-6, "batch": rewards.std() + 1e-6, "none": 1.0}
@@ -68,11 +65,10 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     clip_range_high is DAPO's (2503.14476); importance "sequence", one ratio each, is GSPO's (2507.18071).
     Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert
     and the loss is minus the mean advantage, 0. Its gradient is not: it is REINFORCE's, of -mean(A * new)."""
-    check(importance in ("token", "sequence"), f"importance is {importance!r}, not 'token' or 'sequence'")
     ref = new_logprobs if ref_logprobs is None else ref_logprobs
     new, old, ref = (x.float().view(len(x), -1) for x in (new_logprobs, old_logprobs.detach(), ref.detach()))
     A = advantages.detach().float()[:, None]                    # [N, 1], others [N, T]; T = 1 for sequences
-    ratio = ((new - old).mean(1, keepdim=True) if importance == "sequence" else new - old).exp()
+    ratio = {"token": new - old, "sequence": (new - old).mean(1, keepdim=True)}[importance].exp()  # or [N, 1]
     low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
     policy_loss = -torch.min(ratio * A, ratio.clamp(low, high) * A).mean()
     delta = (ref - new).clamp(max=20)           # or one far-off token would overflow the whole batch
@@ -118,12 +114,6 @@ def reward_mse(images, prompts, targets):   # minus the mean squared error to th
 
 REWARDS = {"color": reward_color, "jpeg": reward_jpeg, "mse": reward_mse}
 
-def find_reward(name):      # a name in REWARDS, or my_rewards.py:name -> the function
-    path, _, function = name.rpartition(":")
-    check(path or name in REWARDS, f"--reward {name} is none of {', '.join(REWARDS)}, nor a file.py:function")
-    with blame(f"--reward {name}"):
-        return runpy.run_path(path)[function] if path else REWARDS[name]
-
 def compute_rewards(images, prompts, targets, weights, group_size=1, norm="none"):
     """{name: weight} -> the weighted sum [N], and the components {name: [N]}, raw, NaN for None: that counts
     as the mean of its group. norm "group" adds up z-scores, so that components need no common scale."""
@@ -136,8 +126,7 @@ def compute_rewards(images, prompts, targets, weights, group_size=1, norm="none"
                 check(value is None or math.isfinite(value), f"{value} for sample {i}, {prompts[i]!r}")
             components[name] = torch.tensor([math.nan if v is None else float(v) for v in values])  # [N]
         grouped = components[name].view(-1, group_size)                             # [P, G]
-        mean = grouped.nanmean(1, keepdim=True).nan_to_num()                        # [P, 1]
-        filled = grouped.where(~grouped.isnan(), mean).flatten()                    # [N]
+        filled = grouped.where(~grouped.isnan(), grouped.nanmean(1, keepdim=True).nan_to_num()).flatten()
         total += weight * (compute_advantages(filled, group_size) if norm == "group" else filled)
     return total, components
 
@@ -176,6 +165,12 @@ class LoRA(nn.ParameterDict):
                   "r": self.rank, "lora_alpha": self.alpha, "bias": "none", "inference_mode": True}
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
+    def load(self, folder):     # what `save` wrote, of the same rank and alpha
+        config = json.loads((folder / "adapter_config.json").read_text())
+        check(config["lora_alpha"] == self.alpha, f"its alpha is {config['lora_alpha']}, not {self.alpha}")
+        weights = load_file(folder / "adapter_model.safetensors")
+        self.load_state_dict({k: weights["base_model.model." + k.replace("/", ".")] for k in self})
+
 # --- GLM-Image: prompt -> tokens -> image, with the log-probs GRPO needs ------------------------------------
 def build_position_ids(attention_mask, grids):
     """Positions (t, h, w) of prompt and image tokens: mask [B, L], grids of T cells in all -> [3, B, L + T].
@@ -202,8 +197,8 @@ def capture(step):      # its kernels as a CUDA graph: one launch in place of so
     return graph.replay
 
 class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy: `ar`, the trained part, `sample`, `compute_logprobs`, `decode`. Another
-    model needs the same, and LoRA.TARGETS. height, width: pixels. temperature, top_p: None is its own."""
+    """A `GlmImagePipeline` as a policy: `ar`, the trained part, `sample`, `compute_logprobs`, `decode`. Any
+    other needs the same, and LoRA.TARGETS. height, width: pixels. temperature, top_p: None is its own."""
     def __init__(self, pipe, height, width, temperature=None, top_p=None, guidance=1.5, offload=False,
                  device="cpu"):
         self.pipe, self.ar, self.device = pipe, pipe.vision_language_encoder, torch.device(device)
@@ -214,7 +209,6 @@ class GLMImageWrapper:
         torch.backends.cuda.enable_cudnn_sdp(False)         # its gradients can be NaN (pytorch #196678)
         pipe.set_progress_bar_config(disable=True)
         pipe.vae.to(memory_format=torch.channels_last)      # faster
-        pipe.vae.use_slicing = height * width > 512 * 512   # large images take gigabytes each
         self.ar.model.language_model.activation_checkpointing_enable()
         self.ar.eval().requires_grad_(False)        # eval: dropout would score the same tokens differently
         phases = {"write": (self.ar.model.language_model, self.ar.lm_head),     # the vision tower is in none:
@@ -298,8 +292,7 @@ class GLMImageWrapper:
         return tokens[:, L:].cpu(), logprobs[:, L:].cpu(), np.packbits(allowed[:, L:].cpu().numpy(), axis=-1)
 
     def compute_logprobs(self, prompts, tokens, allowed=None):
-        """Teacher forcing, all tokens in one pass: B prompts, tokens [B, T], allowed [B, T, V / 8] or None
-        -> logprobs [B, T] with gradient, and the entropy of the policy at each token [B, T] without."""
+        """Teacher forcing, one pass for all tokens [B, T] -> log-probs with gradient, entropy: [B, T]."""
         self.place("write")
         ids, mask, position_ids = self.encode(prompts)              # [B, L], [B, L + T], [3, B, L + T]
         tokens = tokens.to(self.device)                                             # [B, T]
@@ -328,38 +321,37 @@ class GLMImageWrapper:
         self.place()            # leaves the device to the rewards
         return images
 
-    def generate_with_tracking(self, prompts, group_size, seeds, **decoding):   # the images, and their origin
+    def generate_with_tracking(self, prompts, group_size, seeds, decode_steps=20, micro_batch_size=4):
+        """P prompts, a seed for each -> N PIL images, and what `sample` gave: tokens, logprobs, allowed."""
         tokens, logprobs, allowed = self.sample(prompts, group_size, seeds)
-        return self.decode(prompts, tokens, seeds, **decoding), tokens, logprobs, allowed
+        return self.decode(prompts, tokens, seeds, decode_steps, micro_batch_size), tokens, logprobs, allowed
 
 # --- The same without the download: tiny, for a laptop ------------------------------------------------------
-def make_pipeline(V=64, C=3, mrope_section=(1, 1, 2), text=dict(
-        vocab_size=80, vision_vocab_size=72, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4), vision=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
-        vq=dict(embed_dim=16, num_embeddings=64, latent_channels=16), glyphs=dict(d_model=32, num_layers=0),
-        vae=dict(block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=1), dit=dict(
-            num_layers=1, attention_head_dim=16, num_attention_heads=4, text_embed_dim=32, time_embed_dim=32,
-            condition_dim=8)):      # random weights, by default 0.5 M; it can read the words of COLORS
+def make_pipeline():    # the real classes, 0.5 M random weights; of words it knows COLORS, else <unk>
     special = {f"{name}_token": f"<{name}>" for name in "bos eos pad unk image grid_bos grid_eos".split()}
-    words = {word: i for i, word in enumerate([*special.values(), *COLORS], start=V)}   # others are <unk>
+    words = {word: i for i, word in enumerate([*special.values(), *COLORS], start=64)}   # behind the 64 codes
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     tokenizer.normalizer = tokenizers.normalizers.Lowercase()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     processor = transformers.GlmImageProcessor(
         transformers.GlmImageImageProcessorPil(), transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, padding_side="left", **special), "{{ messages[0].content[0].text }}")
-    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=mrope_section)
-    config = transformers.GlmImageConfig(
-        text_config=dict(text, eos_token_id=V + 1, pad_token_id=V + 2, rope_parameters=rope), vq_config=vq,
-        vision_config=vision, image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4)
-    ar = transformers.GlmImageForConditionalGeneration(config)
-    t5 = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, **glyphs))
+    text = dict(vocab_size=80, vision_vocab_size=72, hidden_size=64, intermediate_size=128, eos_token_id=65,
+                pad_token_id=66, num_hidden_layers=2, num_attention_heads=4, rope_parameters=dict(
+                    rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=(1, 1, 2)))
+    ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
+        text_config=text, vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
+        vq_config=dict(embed_dim=16, num_embeddings=64, latent_channels=16), image_start_token_id=64,
+        image_end_token_id=65, image_token_id=68))
+    t5 = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, d_model=32, num_layers=0))
     dit = diffusers.GlmImageTransformer2DModel(
-        in_channels=C, out_channels=C, prior_vq_quantizer_codebook_size=V, **dit)
+        in_channels=3, out_channels=3, num_layers=1, attention_head_dim=16, num_attention_heads=4,
+        text_embed_dim=32, time_embed_dim=32, condition_dim=8, prior_vq_quantizer_codebook_size=64)
     vae = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=C, latents_mean=(0.,) * C, latents_std=(1.,) * C, mid_block_add_attention=False,
-        use_quant_conv=False, use_post_quant_conv=False, **vae)
+        block_out_channels=(8,) * 4, layers_per_block=0, latent_channels=3, norm_num_groups=1,
+        latents_mean=(0.,) * 3, latents_std=(1.,) * 3, mid_block_add_attention=False, use_quant_conv=False,
+        use_post_quant_conv=False)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
     return diffusers.GlmImagePipeline(transformers.ByT5Tokenizer(), processor, t5, ar, vae, dit, scheduler)
 
@@ -375,9 +367,8 @@ def make_tiny_pipeline(seed=0, warmup_steps=300, batch=16):     # fitted, superv
     weights = [p.requires_grad_() for module in (dit, vae, wrapper.ar) for p in module.parameters()]
     optimizer = torch.optim.Adam(weights, lr=2e-3)
     for _ in tqdm(range(warmup_steps), "warming up the toy", disable=None, leave=False):
-        # painter: flow matching for the DiT, squared error for the VAE, on mosaics whose latents are colours
         codes = torch.randint(64, (batch, 2, 2)).repeat_interleave(2, 1).repeat_interleave(2, 2) # [B, 4, 4]
-        latents = F.interpolate(palette[codes].movedim(3, 1) * 2 - 1, scale_factor=2)       # [B, 3, 8, 8]
+        latents = F.interpolate(palette[codes].movedim(3, 1) * 2 - 1, scale_factor=2)  # colours [B, 3, 8, 8]
         noise, t = torch.randn_like(latents), torch.rand(batch)                 # t = 0: clean, 1: all noise
         glyphs = torch.zeros(batch, int(torch.randint(1, 30, ())), 32)              # [B, any, D]
         drop = (torch.rand(batch, 1) < 0.1).expand(batch, 16)       # now and then no codes, for guidance > 1
@@ -422,6 +413,9 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
         self.out, self.history, self.stopped = Path(args.out), [], 0    # history: the metrics of each step
         torch.manual_seed(args.seed)                                    # for LoRA's first weights
         self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha).to(wrapper.device)
+        if args.init_adapter:       # the reference is still the model without it
+            with blame(f"--init-adapter {args.init_adapter}"):
+                self.lora.load(Path(args.init_adapter))
         self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
 
     def rollout(self):      # 1. to 4. -> prompts, tokens, logprobs, allowed, advantages of n samples; metrics
@@ -447,9 +441,8 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
             **{f"reward/{name}": values.nanmean().item() for name, values in zip(names, raw)},
             **{f"reward_std/{name}": np.nanstd(values).item() for name, values in zip(names, raw)},
             "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
-            "sec_rollout": written - start, "sec_decode": painted - written,
-            "sec_reward": time.perf_counter() - painted,
-            "tokens_per_sec": WORLD * tokens.numel() / (written - start)}
+            "sec_rollout": written - start, "tokens_per_sec": WORLD * tokens.numel() / (written - start),
+            "sec_decode": painted - written, "sec_reward": time.perf_counter() - painted}
 
     def train_step(self, prompts, tokens, logprobs, allowed, advantages):   # 5., on one rollout -> metrics
         args, rows, old_logprobs, ref_logprobs, start = self.args, [], {}, {}, time.perf_counter()
@@ -462,8 +455,8 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
             self.optimizer.zero_grad()
             for chunk in chunks:
                 new, entropy = score(chunk)                                         # [B, T] each
-                # Until the first update the policy is the one that sampled, so old is new, detached. Not the
-                # sampler's own numbers: in bf16 they may differ by more than the clip forgives (sampler_gap).
+                # Until the first update old is new. The sampler's own numbers would do in fp32, but in bf16
+                # they may be off by more than the clip forgives (sampler_gap).
                 old = old_logprobs.setdefault(chunk.start, new.detach())            # [B, T]
                 loss, metrics = compute_grpo_loss(
                     new, old, advantages[chunk].to(new.device), args.clip_range, args.clip_range_high,
@@ -523,8 +516,8 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
 
     def save_samples(self):     # fixed prompts and seeds: from picture to picture only the policy differs
         prompts, args = self.prompts[:8], self.args
-        images, *_ = self.wrapper.generate_with_tracking(
-            prompts, 1, range(8), decode_steps=args.eval_decode_steps, micro_batch_size=args.micro_batch_size)
+        settings = args.eval_decode_steps, args.micro_batch_size
+        images, *_ = self.wrapper.generate_with_tracking(prompts, 1, range(8), *settings)
         rewards, _ = compute_rewards(images, prompts, self.targets[:8], args.reward)    # [8]
         now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())])
         now.save(self.out / f"samples/step_{len(self.history):05d}.png")
@@ -555,8 +548,7 @@ def parse_reward(text):     # "color=1, mine.py:sharp=.2" -> {"color": 1.0, "/wh
     return {os.path.abspath(name) if ":" in name else name: float(weight or 1) for name, _, weight in parts}
 
 def parse_size(text):       # "512" or "1024x768", width first -> [height, width]
-    width, height = map(int, text.split("x") if "x" in text else (text, text))
-    return [height, width]
+    return [int(n) for n in reversed(text.split("x") if "x" in text else (text, text))]
 
 def load_target(path):      # -> RGB, upright as its EXIF says, white where it is transparent
     image = ImageOps.exif_transpose(Image.open(path)).convert("RGBA")
@@ -588,6 +580,7 @@ def add_flags(add, tiny):       # a flag a line; some defaults differ for the to
     add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
     add("--lora-rank", type=int, default=16 if tiny else 32, help="rank of the adapters")
     add("--lora-alpha", type=float, default=32.0 if tiny else 64.0, help="times alpha / rank")
+    add("--init-adapter", metavar="DIR", help="begin with this adapter; the reference stays the base model")
     add("--size", type=parse_size, default="128" if tiny else "512", help="pixels: 512 or WIDTHxHEIGHT")
     add("--temperature", type=float, help="of the sampling; or the model's own")
     add("--top-p", type=float, help="draw from the likeliest codes of this mass; or the model's own")
@@ -628,17 +621,18 @@ def prepare(args):      # checks the arguments, loads what they name, and only t
         check(not isinstance(value, (int, float)) or low <= value <= high,
               f"--{name.replace('_', '-')} is {value}, but must be from {low} to {high:g}")
     check(all(map(math.isfinite, args.reward.values())), "--reward has a weight that is not finite")
-    check(min(args.size) > 0 and not any(n % 32 for n in args.size), "--size is not made of multiples of 32")
+    check(len(args.size) == 2 and not any(n % 32 or n < 1 for n in args.size), "--size: multiples of 32 only")
     P, G, B = args.batch_size, args.group_size, args.micro_batch_size
-    check(P % WORLD == P // WORLD * G % B == 0, f"{P} prompts x {G} images do not divide into {WORLD} GPUs x "
-          f"micro-batches of --micro-batch-size {B}")
-    check(args.resume or RANK or not Path(args.out, "args.json").exists(),
-          f"--out: {args.out} holds a run; --resume {args.out} goes on with it")
+    n = P * G // WORLD
+    check(P % WORLD == n % B == 0, f"{P} x {G} images on {WORLD} GPUs do not make micro-batches of {B}")
+    check(args.resume or RANK or not Path(args.out, "args.json").exists(), "--out holds a run: --resume it")
     folder = next(path for path in (Path(args.out).absolute() / "_").parents if path.exists())
     check(folder.is_dir() and os.access(folder, os.W_OK), f"--out: cannot write into {folder}")
-    n = P * G // WORLD
     print(f"{P} prompts x {G} images = {P * G} images a step, {n} a rank, {n // B} micro-batches of {B}")
-    REWARDS.update({name: find_reward(name) for name in args.reward})
+    for name in args.reward.keys() - REWARDS.keys():
+        path, _, function = name.rpartition(":")
+        with blame(f"--reward {name}: neither {', '.join(REWARDS)}, nor file.py:function"):
+            REWARDS[name] = runpy.run_path(path)[function]
     prompts, targets = load_prompts(args.prompts)
     check("mse" not in args.reward or all(targets), f"--reward mse: a line of {args.prompts} has no target")
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
@@ -660,6 +654,7 @@ def prepare(args):      # checks the arguments, loads what they name, and only t
 def main(argv=None):
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
+    trainer = None
     try:
         if WORLD > 1:                                           # under torchrun: a process for each GPU
             torch.distributed.init_process_group()
@@ -672,6 +667,8 @@ def main(argv=None):
     except torch.OutOfMemoryError:
         sys.exit("grpo.py: error: out of GPU memory: try --micro-batch-size 1, --offload on, smaller --size")
     except (Trouble, OSError) as error:
+        if trainer and isinstance(error, Trouble) and RANK == 0:
+            trainer.save_checkpoint()       # of the last step: a reward that fails has moved no weight
         argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS).error(" ".join(str(error).split()))
     print(f"pictures and curve: {trainer.out}/progress.png\nto use the adapter, with peft installed: "
           f'pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from unittest import mock
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -47,16 +48,28 @@ def make_trainer(out, *argv):
 
 
 def make_real(device):
-    """GLM-Image with random weights in its real sizes, bf16, made on `device`. What its parts do not have as their
-    default is given here; the VAE is taken to be CogView4's, the text encoder to be about ByT5 small."""
+    """GLM-Image in its real sizes, with random bf16 weights, made on `device` and left on the CPU, and the toy's words.
+    The sizes are the defaults of the classes, or stand here; VAE and text encoder are taken to be CogView4's and about
+    ByT5 small's."""
+    V, C, home = 16384, 16, "meta" if device == "meta" else "cpu"
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=(8, 12, 12))
+    config = transformers.GlmImageConfig(
+        text_config=dict(eos_token_id=V + 1, pad_token_id=V + 2, rope_parameters=rope),
+        image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4)
+    glyphs = transformers.T5Config(vocab_size=384, d_model=1472, d_ff=3584, num_layers=12, feed_forward_proj="gated-gelu")
     with torch.device(device), transformers.modeling_utils.local_torch_dtype(torch.bfloat16):
-        pipe = grpo.make_pipeline(
-            V=16384, C=16, mrope_section=(8, 12, 12), text={}, vision={}, vq={},
-            glyphs=dict(d_model=1472, d_ff=3584, num_layers=12, feed_forward_proj="gated-gelu"),
-            vae=dict(block_out_channels=(128, 512, 1024, 1024), layers_per_block=3),
-            dit=dict(attention_head_dim=128, num_attention_heads=32))
-    pipe.vision_language_encoder.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
-    return pipe
+        ar = transformers.GlmImageForConditionalGeneration(config).to(home)
+        t5 = transformers.T5EncoderModel(glyphs).to(home)
+        dit = diffusers.GlmImageTransformer2DModel(
+            in_channels=C, out_channels=C, prior_vq_quantizer_codebook_size=V, attention_head_dim=128,
+            num_attention_heads=32).to(home)
+        vae = diffusers.AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=(128, 512, 1024, 1024), layers_per_block=3, latent_channels=C, latents_mean=(0.,) * C,
+            latents_std=(1.,) * C, mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False).to(home)
+    ar.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
+    toy = grpo.make_pipeline()
+    return diffusers.GlmImagePipeline(toy.tokenizer, toy.processor, t5, ar, vae, dit, toy.scheduler)
 
 
 class FakeHome:
@@ -124,7 +137,7 @@ def test_advantages_refuse(rewards, group_size, scale):
 
 def test_loss_refuses_an_unknown_importance():
     """A typo must not silently mean "token"."""
-    with pytest.raises(ValueError):
+    with pytest.raises(KeyError):
         grpo.compute_grpo_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), importance="seq")
 
 
@@ -286,14 +299,15 @@ def test_rewards_take_any_sequence_of_numbers(monkeypatch):
 
 @pytest.mark.parametrize("values, word", [
     ([0., 0., 0.], "3 values for 2 images"), ([0.], "1 values for 2 images"), ([0., math.nan], "nan for sample 1"),
-    ([torch.tensor(math.inf), 0.], "inf) for sample 0"), (torch.zeros(2, 2), "bad"), (["a", "b"], "bad"), (None, "bad")])
+    ([torch.tensor(math.inf), 0.], "inf for sample 0"), (torch.zeros(2, 2), "bad"), (["a", "b"], "bad"), (None, "bad")])
 def test_a_reward_that_gives_no_numbers_is_one_line(monkeypatch, values, word):
     """It names the reward, and the prompt and the sample where there is one."""
     monkeypatch.setitem(grpo.REWARDS, "bad", lambda *_: values)
     with pytest.raises(grpo.Trouble) as error:
         grpo.compute_rewards([Image.new("RGB", (8, 8))] * 2, ["p", "q"], [None] * 2, {"bad": 1.})
     line = str(error.value)
-    assert "\n" not in line and "--reward bad" in line and word in line and ("sample" not in line or "'q'" in line or "'p'" in line)
+    assert "\n" not in line and "--reward bad" in line and word in line
+    assert ("sample 0, 'p'" in line) + ("sample 1, 'q'" in line) == ("for sample" in line)
 
 
 def test_no_opinion_counts_as_the_mean_of_the_group(monkeypatch):
@@ -1319,10 +1333,11 @@ def bench(argv):
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
         args = grpo.parse_args(["--out", out, "--micro-batch-size", "1" if cuda else "8", *argv])
     offload = args.offload == "on" or args.offload == "auto" and cuda and torch.cuda.mem_get_info()[0] < 60 * 2**30
-    with mock.patch.object(grpo, "make_tiny_pipeline", lambda seed: make_tiny_pipeline(seed, warmup_steps=0)):
-        wrapper = grpo.GLMImageWrapper.from_pretrained(
-            args.model, dtype, args.seed, height=args.size[0], width=args.size[1], temperature=args.temperature,
-            top_p=args.top_p, guidance=args.guidance, offload=offload, device=device)
+    make = {"tiny": lambda: make_tiny_pipeline(args.seed, warmup_steps=0), "random": lambda: make_real(device)}
+    load = functools.partial(diffusers.GlmImagePipeline.from_pretrained, args.model, dtype=dtype)
+    wrapper = grpo.GLMImageWrapper(
+        make.get(args.model, load)(), height=args.size[0], width=args.size[1], temperature=args.temperature,
+        top_p=args.top_p, guidance=args.guidance, offload=offload, device=device)
     wrapper.pipe.set_progress_bar_config(disable=True)
     trainer, repeats, first = grpo.GRPOTrainer(args, wrapper, [prompt], [None]), 3 if cuda else 9, None
     where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
@@ -1356,7 +1371,6 @@ def bench(argv):
 
 
 if __name__ == "__main__":
-    import diffusers
     if sys.argv[1:2] != ["--bench"]:
         sys.exit("test_grpo.py: error: python -m pytest runs the tests; --bench [flags of grpo.py] prints the benchmark")
     diffusers.utils.logging.set_verbosity_error()
