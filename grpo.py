@@ -20,7 +20,6 @@ Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .
 GPU, B at a time; L prompt tokens (padded on the left), T image tokens, V codes, D width of a model."""
 import argparse, contextlib, functools, io, json, math, os, re, runpy, signal, sys, time
 from pathlib import Path
-
 import diffusers, numpy as np, tokenizers, torch, torch.nn as nn, torch.nn.functional as F, transformers
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors.torch import load_file, save_file
@@ -604,7 +603,7 @@ def parse_args(argv=None):      # some defaults depend on --model; a resumed run
     saved = {"model": asked.model or ("zai-org/GLM-Image" if room >= 60 else "tiny")}
     if asked.resume:
         with blame(f"--resume: {asked.resume} holds no run"):
-            saved = json.loads(Path(asked.resume, "args.json").read_text())
+            saved = torch.load(Path(asked.resume, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)["args"]
             saved["resume"] = saved["out"] = asked.resume
     add_flags(parser.add_argument, tiny=saved["model"] == "tiny")
     args = parser.parse_args(argv, argparse.Namespace(**saved))
@@ -625,7 +624,7 @@ def prepare(args):      # checks the arguments, loads what they name, and only t
     P, G, B = args.batch_size, args.group_size, args.micro_batch_size
     n = P * G // WORLD
     check(P % WORLD == n % B == 0, f"{P} x {G} images on {WORLD} GPUs do not make micro-batches of {B}")
-    check(args.resume or RANK or not Path(args.out, "args.json").exists(), "--out holds a run: --resume it")
+    check(args.resume or RANK or not Path(args.out, "checkpoint.pt").exists(), "--out is a run: --resume it")
     folder = next(path for path in (Path(args.out).absolute() / "_").parents if path.exists())
     check(folder.is_dir() and os.access(folder, os.W_OK), f"--out: cannot write into {folder}")
     print(f"{P} prompts x {G} images = {P * G} images a step, {n} a rank, {n // B} micro-batches of {B}")
@@ -664,6 +663,7 @@ def main(argv=None):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, trainer.stop)
         trainer.train()
+        WORLD > 1 and torch.distributed.destroy_process_group()
     except torch.OutOfMemoryError:
         sys.exit("grpo.py: error: out of GPU memory: try --micro-batch-size 1, --offload on, smaller --size")
     except (Trouble, OSError) as error:

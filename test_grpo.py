@@ -4,8 +4,11 @@ import functools
 import io
 import json
 import math
+import os
+import random
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -1108,6 +1111,291 @@ def test_a_checkpoint_is_data_and_never_code(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
+def test_only_three_settings_may_change_on_resume(start, tmp_path):
+    """A learning rate that changes half-way makes a run that no command describes. What differs is named."""
+    start("--steps", "1").train()
+    for flag, value in (("--lr", "1e-6"), ("--model", "other"), ("--reward", "jpeg"), ("--seed", "1"), ("--out", "elsewhere")):
+        with pytest.raises(grpo.Trouble, match=f"^{flag} is "):
+            start("--resume", f"{tmp_path}/a", flag, value)
+    trainer = start("--resume", f"{tmp_path}/a", "--steps", "2", "--save-every", "3", "--sample-every", "5", "--lr", "2e-3")
+    assert (trainer.args.steps, trainer.args.save_every, trainer.args.sample_every, trainer.args.lr) == (2, 3, 5, 2e-3)
+    assert len(trainer.history) == 1
+
+
+def test_a_finished_run_is_not_resumed(start, tmp_path):
+    start("--steps", "1").train()
+    with pytest.raises(grpo.Trouble, match="finished.*--steps"):
+        start("--resume", f"{tmp_path}/a")
+
+
+def test_an_adapter_to_begin_with(start, tmp_path):
+    """--init-adapter: a new run whose first weights are those of an adapter folder; its reference is still the base
+    model, so that the KL is there from the first step, and Adam begins anew."""
+    first = start("--lr", "0.05", "--steps", "3")
+    first.train()
+    second = start("--out", f"{tmp_path}/b", "--init-adapter", f"{tmp_path}/a/adapter")
+    assert all(torch.equal(a, b) for a, b in zip(first.lora.parameters(), second.lora.parameters()))
+    assert second.history == [] and not second.optimizer.state
+    *rollout, _ = second.rollout()
+    assert second.train_step(*rollout)["kl"] > 1e-4
+    for flags, word in ((["--lora-alpha", "8"], "alpha"), (["--lora-rank", "4"], "size mismatch")):
+        with pytest.raises(grpo.Trouble, match=word):
+            start("--out", f"{tmp_path}/c", "--init-adapter", f"{tmp_path}/a/adapter", *flags)
+    (tmp_path / "a/adapter/adapter_model.safetensors").write_bytes(b"not safe, no tensors")
+    with pytest.raises(grpo.Trouble, match="--init-adapter"):
+        start("--out", f"{tmp_path}/c", "--init-adapter", f"{tmp_path}/a/adapter")
+    assert not (tmp_path / "c").exists()
+
+
+def test_three_gradients_that_are_no_numbers_end_the_run(start, tmp_path):
+    """One is skipped and counted, and leaves no trace; after three in a row more would be a waste of days."""
+    trainer, bad = start("--steps", "9", "--lr", "0.01"), [False, True, True, False, True, True, True]
+    next(iter(trainer.lora.values())).register_hook(lambda grad: grad * math.nan if bad[len(trainer.history)] else grad)
+    with pytest.raises(grpo.Trouble, match="finite gradient"):
+        trainer.train()
+    assert [row["skipped"] for row in trainer.history] == bad
+    assert all(p.isfinite().all() for p in trainer.lora.parameters()) and len(rows_of(tmp_path / "a")) == 7
+    assert {state["step"].item() for state in trainer.optimizer.state.values()} == {2}
+
+
+def test_nothing_to_learn_is_said(start, tmp_path, monkeypatch, capsys):
+    """All rewards equal: no error, no progress, and a user who wonders. Once ten steps have passed, not before."""
+    monkeypatch.setitem(grpo.REWARDS, "color", lambda images, *_: [0.5] * len(images))
+    trainer = start("--steps", "10")
+    trainer.train()
+    assert capsys.readouterr().out.count("warning: ") == 1 and trainer.history[-1]["frac_zero_std"] == 1
+
+
+def test_a_reward_that_fails_loses_no_step(start, tmp_path, monkeypatch, capsys):
+    """It fails in the fourth step; the checkpoint is that of the third, although --save-every would have lost them all.
+    Mended, the run goes on to the bit as if nothing had happened."""
+    fixed = ["--save-every", "99", "--sample-every", "99"]
+    start("--out", f"{tmp_path}/b", *fixed).train()
+    trainer, color = start(*fixed), grpo.reward_color
+    with monkeypatch.context() as patch:
+        patch.setitem(grpo.REWARDS, "color", lambda *args: color(*args) if len(trainer.history) != 3 else 1 / 0)
+        patch.setattr(grpo, "prepare", lambda args: trainer)
+        with pytest.raises(SystemExit) as stop:
+            grpo.main([])
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and lines[-1].startswith("grpo.py: error: --reward color: ZeroDivisionError")
+    assert torch.load(tmp_path / "a/checkpoint.pt", weights_only=True)["step"] == 3
+    start("--resume", f"{tmp_path}/a").train()
+    assert_same_run(tmp_path / "b", tmp_path / "a")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_one_line_and_spares_the_old_checkpoint(start, tmp_path, monkeypatch, capsys):
+    """The new one is written beside it; that write fails, as on a full disk, and is never renamed."""
+    def fill(images, *_):
+        if len(trainer.history) == 2:
+            (tmp_path / "a/checkpoint.tmp").symlink_to("/dev/full")
+        return torch.rand(len(images))
+
+    trainer = start("--save-every", "1", "--sample-every", "99")
+    monkeypatch.setitem(grpo.REWARDS, "color", fill)
+    monkeypatch.setattr(grpo, "prepare", lambda args: trainer)
+    with pytest.raises(SystemExit) as stop:
+        grpo.main([])
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and lines[-1].startswith("grpo.py: error: ") and "No space left" in lines[-1]
+    assert torch.load(tmp_path / "a/checkpoint.pt", weights_only=True)["step"] == 2
+
+
+def test_out_of_gpu_memory_is_one_line(start, monkeypatch):
+    trainer = start()
+
+    def no_room(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
+
+    monkeypatch.setattr(trainer.wrapper, "sample", no_room)
+    monkeypatch.setattr(grpo, "prepare", lambda args: trainer)
+    with pytest.raises(SystemExit) as stop:
+        grpo.main([])
+    assert re.search("--micro-batch-size 1.*--offload on.*--size", stop.value.code) and "\n" not in stop.value.code
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Processes: several GPUs (here of the CPU), signals, kills
+
+
+QUICK = f"""
+import io, os, random, signal, sys, threading, time, torch
+sys.path.insert(0, {str(HERE)!r})
+import grpo
+toy = grpo.make_tiny_pipeline
+grpo.make_tiny_pipeline = lambda seed=0: toy(seed, warmup_steps=0)
+"""
+SMALL = """--model tiny --size 64 --decode-steps 1 --eval-decode-steps 1 --batch-size 2 --group-size 2 --micro-batch-size 2
+    --kl-coef 0.1""".split()
+
+
+class Runs:
+    """Runs of the random toy in processes of their own, in `folder`."""
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def begin(self, *argv, ranks=0, extra="", flags=SMALL):
+        """-> a process; `extra` is Python to run before `main`. One thread each, or sums would differ."""
+        script = self.folder / f"run_{time.time_ns()}.py"
+        script.write_text(QUICK + extra + "\ngrpo.main()\n")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else ["-u"]
+        return subprocess.Popen(
+            [sys.executable, *torchrun, str(script), *([] if "--resume" in argv else flags), *argv], cwd=self.folder, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def run(self, *argv, code=0, **settings):
+        """-> what a process that ends with this code wrote to stdout and stderr."""
+        process = self.begin(*argv, **settings)
+        out, err = process.communicate(timeout=120)
+        assert code is None or process.returncode == code, err
+        return out, err
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return Runs(tmp_path)
+
+
+def test_two_gpus_do_what_one_does(runs, tmp_path):
+    """Three steps on one GPU = two steps on two GPUs and, resumed, one step on one: weights and metrics. With batch
+    scaling and two updates, so that rewards, gradients and metrics must all have crossed over. One of them writes."""
+    flags = [*SMALL, "--scale-rewards", "batch", "--num-iterations", "2", "--max-grad-norm", "1e-3", "--lr", "1e-3"]
+    one = runs.begin("--out", "one", "--steps", "3", flags=flags)
+    two, _ = runs.run("--out", "two", "--steps", "2", ranks=2, flags=flags)
+    assert two.count("2 prompts x 2 images = 4 images a step, 2 a rank, 1 micro-batches of 2") == 1
+    assert two.count("\nstep ") == 2 and two.count("pictures and curve") == 1
+    runs.run("--resume", "two", "--steps", "3")
+    one.communicate(timeout=120)
+    states = [torch.load(tmp_path / out / "checkpoint.pt", weights_only=True) for out in ("one", "two")]
+    for a, b in zip(*(state["adapter"].values() for state in states), strict=True):
+        assert (a - b).abs().max() < 1e-5
+    for a, b in zip(*(rows_of(tmp_path / out) for out in ("one", "two")), strict=True):
+        assert a == pytest.approx({key: b[key] for key in a}, rel=1e-3, abs=1e-5)
+
+
+def test_a_gpu_that_dies_ends_the_run_on_all(runs, tmp_path):
+    """Within a minute, and it is its own error that is shown, not that of those who waited for it."""
+    start = time.monotonic()
+    _, err = runs.run("--out", "run", "--steps", "99", ranks=2, code=1, extra="""
+def dies(self, update=grpo.GRPOTrainer.update):
+    if grpo.RANK == 1 and len(self.history) == 2:
+        raise RuntimeError("this card has fallen off the bus")
+    return update(self)
+grpo.GRPOTrainer.update = dies""")
+    assert "this card has fallen off the bus" in err and time.monotonic() - start < 60
+    assert torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["step"] == 0
+
+
+def wait_for(process, text):
+    """Reads what the process prints up to this text; -> what it has printed."""
+    seen = ""
+    while text not in seen:
+        line = process.stdout.readline()
+        assert line, seen + process.stderr.read()
+        seen += line
+    return seen
+
+
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_ends_the_step_and_saves(runs, tmp_path, name, code):
+    """Ctrl-C, or the machine is taken away: the checkpoint is that of the last step printed, the line says how to go
+    on, and going on gives what an undisturbed run gives."""
+    every = ["--steps", "5000", "--save-every", "5000", "--sample-every", "5000"]
+    process, whole = runs.begin("--out", "run", *every), name == "SIGINT" and runs.begin("--out", "whole", *every)
+    seen = wait_for(process, "step 3 ")
+    process.send_signal(getattr(signal, name))
+    rest, err = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in err
+    steps = [int(n) for n in re.findall(r"^step (\d+)", seen + rest, re.MULTILINE)]
+    assert f"stopped after step {steps[-1]}: --resume run goes on" in rest
+    assert torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["step"] == steps[-1]
+    if whole:
+        runs.run("--resume", "run", "--steps", str(steps[-1] + 2))
+        wait_for(whole, f"step {steps[-1] + 2} ")
+        whole.kill()
+        assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")[:steps[-1] + 2]
+
+
+def test_the_second_signal_stops_at_once(runs, tmp_path):
+    """A step can take minutes; who presses twice does not want to wait."""
+    (tmp_path / "slow.py").write_text("import time\ndef slow(images, *_):\n    print('scoring', flush=True)\n    time.sleep(60)\n")
+    process = runs.begin("--out", "run", "--reward", "slow.py:slow")
+    wait_for(process, "scoring")
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    assert process.wait(timeout=5) == -signal.SIGINT
+
+
+KILLS = {       # where a process dies: after so many seconds of training, or in its n-th save
+    "timer": """
+def train(self, train=grpo.GRPOTrainer.train):
+    threading.Timer(random.uniform(0, WHEN / 9), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    train(self)
+grpo.GRPOTrainer.train = train""",
+    "half a checkpoint": """
+def half(state, file, save=torch.save, calls=[]):
+    calls.append(1)
+    if len(calls) < WHEN:
+        return save(state, file)
+    save(state, whole := io.BytesIO())
+    file.write(whole.getvalue()[:len(whole.getvalue()) // 2])
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+torch.save = half""",
+    "before the renaming": """
+def dies(self, target, replace=grpo.Path.replace, calls=[]):
+    calls.append(1)
+    if len(calls) >= WHEN:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return replace(self, target)
+grpo.Path.replace = dies""",
+    "half an adapter": """
+def dies(weights, path, save=grpo.save_file, calls=[]):
+    save(weights, path)
+    calls.append(1)
+    if len(calls) >= WHEN:
+        path.write_bytes(path.read_bytes()[:1000])
+        os.kill(os.getpid(), signal.SIGKILL)
+grpo.save_file = dies""",
+    "half a line of the log": """
+def keep(self, keep=grpo.GRPOTrainer.keep, calls=[]):
+    calls.append(1)
+    if len(calls) > WHEN:
+        with open(self.out / "metrics.jsonl", "a") as file:
+            file.write(grpo.json.dumps(self.history[-1])[:40])
+        os.kill(os.getpid(), signal.SIGKILL)
+    keep(self)
+grpo.GRPOTrainer.keep = keep"""}
+
+
+def faults(folder, kills, steps, seed=0, say=lambda text: None):
+    """A run of some steps, killed again and again and resumed each time, against an undisturbed one."""
+    runs, rng, saved = Runs(folder), random.Random(seed), None
+    every = ["--steps", str(steps), "--save-every", "1", "--sample-every", "5"]
+    whole = runs.begin("--out", "whole", *every)
+    for done in range(1, kills + 1):
+        kind, when = list(KILLS)[done % len(KILLS)], rng.randint(1, 3)
+        process = runs.begin(*(["--resume", "run"] if saved is not None else ["--out", "run", *every]),
+                             extra=KILLS[kind].replace("WHEN", str(when)))
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, err
+        if (runs.folder / "run/checkpoint.pt").exists():
+            saved = torch.load(runs.folder / "run/checkpoint.pt", weights_only=True)["step"]
+        say(f"kill {done:2d} of {kills}: {kind} ({when}); the checkpoint holds step {saved}")
+    runs.run("--resume", "run")
+    whole.communicate(timeout=120)
+    assert_same_run(runs.folder / "whole", runs.folder / "run")
+    assert len(rows_of(runs.folder / "run")) == steps and 0 < saved < steps
+    say(f"{kills} kills, {steps} steps: weights, optimizer, metrics.jsonl and pictures are those of an undisturbed run")
+
+
+def test_kill_nine_at_any_moment(tmp_path):
+    """The short form of `python test_grpo.py --faults`: one kill of each kind, also inside the saves."""
+    faults(tmp_path, kills=len(KILLS), steps=12)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # The command
 
@@ -1168,47 +1456,81 @@ def test_resume_from_the_command_line(run, monkeypatch, tmp_path):
     assert after.startswith(before) and [json.loads(line)["step"] for line in after[len(before):].splitlines()] == [41]
 
 
-BAD = [
-    (["--prompts", "missing.txt"], "missing.txt"), (["--prompts", "empty.txt"], "holds no prompt"),
-    (["--prompts", "comments.txt"], "holds no prompt"), (["--prompts", "."], "directory"),
-    (["--prompts", "latin1.txt"], "utf-8"), (["--group-size", "1"], "--group-size"),
+BAD = [     # what is typed, and a word of the one line that answers
+    (["--prompts", "missing.txt"], "missing.txt"), (["--prompts", "empty.txt"], "no prompt"),
+    (["--prompts", "comments.txt"], "no prompt"), (["--prompts", "."], "directory"),
+    (["--prompts", "latin1.txt"], "utf-8"), (["--prompts", "long.txt"], "10,000 characters"),
+    (["--prompts", "lost.txt"], "lost.png"), (["--prompts", "text.txt"], "empty.txt"), (["--group-size", "1"], "--group-size"),
     (["--group-size", "four"], "--group-size"), (["--size", "100"], "multiples of 32"), (["--size", "0"], "32"),
-    (["--size", "64x"], "--size"), (["--size", "big"], "--size"), (["--size", "64x128x256"], "--size"), (["--reward", "beauty"], "color, jpeg, mse"),
-    (["--reward", "color=much"], "--reward"), (["--reward", "color=nan"], "--reward"), (["--reward", ""], "--reward"),
-    (["--reward", "mse"], "target"), (["--model", "folder"], "--model tiny"), (["--model", "hollow"], "--model tiny"),
-    (["--model", "no-such/model"], "--model tiny"), (["--resume", "folder"], "args.json"),
-    (["--resume", "broken"], "broken"), (["--resume", "headless"], "checkpoint"), (["--out", "empty.txt/run"], "empty.txt"), (["--out", "broken"], "--resume"),
-    (["--micro-batch-size", "5"], "micro-batches"), (["--lr", "nan"], "--lr"), (["--lr", "-1"], "--lr"),
-    (["--clip-range", "inf"], "--clip-range"), (["--temperature", "0"], "--temperature"), (["--steps", "0"], "--steps"),
-    (["--lora-rank", "0"], "--lora-rank"), (["--top-p", "0"], "--top-p"), (["--top-p", "1.5"], "--top-p"),
-    (["--offload", "maybe"], "--offload"), (["--eval-decode-steps", "0"], "--eval-decode-steps"), (["--scale-rewards", "std"], "--scale-rewards"), (["--grop-size", "4"], "--grop"),
+    (["--size", "-64"], "32"), (["--size", "64x"], "--size"), (["--size", "big"], "--size"), (["--size", "64x128x256"], "--size"),
+    (["--batch-size", "0"], "--batch-size"), (["--micro-batch-size", "5"], "micro-batches"),
+    (["--micro-batch-size", "64"], "micro-batches"), (["--lr", "nan"], "--lr"), (["--lr", "-1"], "--lr"),
+    (["--kl-coef", "-1"], "--kl-coef"), (["--clip-range", "inf"], "--clip-range"), (["--clip-range-high", "-1"], "--clip-range-high"),
+    (["--temperature", "0"], "--temperature"), (["--temperature", "nan"], "--temperature"), (["--steps", "0"], "--steps"),
+    (["--save-every", "0"], "--save-every"), (["--seed", "-1"], "--seed"), (["--lora-rank", "0"], "--lora-rank"),
+    (["--top-p", "0"], "--top-p"), (["--top-p", "1.5"], "--top-p"), (["--offload", "maybe"], "--offload"),
+    (["--eval-decode-steps", "0"], "--eval-decode-steps"), (["--scale-rewards", "std"], "--scale-rewards"),
+    (["--reward-norm", "batch"], "--reward-norm"), (["--grop-size", "4"], "--grop"),
+    (["--reward", "beauty"], "color, jpeg, mse"), (["--reward", "color=much"], "--reward"), (["--reward", "color=nan"], "--reward"),
+    (["--reward", ""], "--reward"), (["--reward", "mse"], "target"), (["--reward", "nowhere.py:sharp"], "nowhere.py"),
+    (["--reward", "mine.py:dull"], "dull"), (["--reward", "broken.py:sharp"], "SyntaxError"), (["--reward", "mine.py"], "file.py:function"),
+    (["--model", "folder"], "--model tiny"), (["--model", "hollow"], "--model tiny"), (["--model", "no-such/model"], "--model tiny"),
+    (["--init-adapter", "folder"], "--init-adapter folder"), (["--init-adapter", "torn"], "--init-adapter torn"),
+    (["--resume", "nowhere"], "holds no run"), (["--resume", "folder"], "checkpoint.pt"), (["--resume", "broken"], "broken"),
+    (["--resume", "headless"], "optimizer"), (["--resume", "other"], "size mismatch"), (["--resume", "list"], "list"),
+    (["--resume", "moved"], "prompts"), (["--resume", "done"], "finished"),
+    (["--out", "broken"], "--resume"), (["--out", "empty.txt/run"], "empty.txt"),
 ]
 
 
+@pytest.fixture(scope="module")
+def bad_files(tmp_path_factory):
+    """All that BAD names, in a folder."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name in ("folder", "hollow", "torn", "broken", "headless", "other", "list", "moved", "done"):
+        (folder / name).mkdir()
+    texts = {"empty.txt": "", "comments.txt": "# only\n\n", "long.txt": "red\n" + 100_000 * "very " + "red\n", "broken.py": "def sharp(",
+             "lost.txt": "a red fox\tlost.png\n", "text.txt": "a red fox\tempty.txt\n", "mine.py": "def sharp(images, *_): return [1.] * len(images)",
+             "good.txt": "a red fox\n", "hollow/model_index.json": "{}", "torn/adapter_model.safetensors": "no tensors",
+             "torn/adapter_config.json": '{"lora_alpha": 32.0}', "broken/checkpoint.pt": "no checkpoint"}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "latin1.txt").write_bytes(b"caf\xe9\n")
+    args = grpo.parse_args(["--model", "tiny", "--prompts", str(folder / "good.txt"), "--steps", "1"])
+    trainer = grpo.GRPOTrainer(args, make_wrapper(), ["a red fox"], [None])
+    trainer.out = folder / "done"
+    trainer.history = [{"step": 1}]
+    trainer.save_checkpoint()
+    state = torch.load(folder / "done/checkpoint.pt", weights_only=True)
+    torch.save({key: state[key] for key in state if key != "optimizer"}, folder / "headless/checkpoint.pt")
+    torch.save({**state, "adapter": {key: value[:1] for key, value in state["adapter"].items()}}, folder / "other/checkpoint.pt")
+    torch.save([1, 2, 3], folder / "list/checkpoint.pt")
+    torch.save({**state, "prompts": ["another"]}, folder / "moved/checkpoint.pt")
+    return folder
+
+
 @pytest.mark.parametrize("argv, word", BAD, ids=[" ".join(case[0]) for case in BAD])
-def test_bad_input_gets_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, argv, word):
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "comments.txt").write_text("# only\n\n")
-    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9\n")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "hollow").mkdir()
-    (tmp_path / "hollow/model_index.json").write_text("{}")
-    trainer = make_trainer(tmp_path / "broken")
-    (tmp_path / "broken/args.json").write_text(json.dumps(vars(trainer.args)))
-    (tmp_path / "broken/checkpoint.pt").write_bytes(b"no checkpoint")
-    (tmp_path / "headless").mkdir()
-    (tmp_path / "headless/args.json").write_text(json.dumps(vars(trainer.args)))
-    state = {"step": 1, "history": [], "adapter": trainer.lora.state_dict(), "args": vars(trainer.args)}    # two keys short
-    torch.save(state, tmp_path / "headless/checkpoint.pt")
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_gets_one_line_and_exit_code_2(bad_files, monkeypatch, capsys, argv, word):
+    """No traceback, nothing written, no model loaded in vain where that can be known before."""
+    monkeypatch.chdir(bad_files)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed=0: make_tiny_pipeline(seed, warmup_steps=0))
-    before = sorted(tmp_path.rglob("*"))
+    before = sorted(bad_files.rglob("*"))
     with pytest.raises(SystemExit) as stop:
         grpo.main(["--model", "tiny", *argv] if "--model" not in argv and "--resume" not in argv else argv)
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("grpo.py: error: ") and word in lines[0]
-    assert sorted(tmp_path.rglob("*")) == before        # nothing is written before all is known to be good
+    assert sorted(bad_files.rglob("*")) == before       # nothing is written before all is known to be good
+
+
+@pytest.mark.parametrize("ranks, batch_size", [(3, 8), (8, 4), (2, 6)])
+def test_torchrun_arithmetic_that_does_not_divide(monkeypatch, capsys, ranks, batch_size):
+    """8 prompts on 3 GPUs, 4 on 8, and 3 prompts x 4 images in micro-batches of 8: said before the model is loaded."""
+    monkeypatch.setattr(grpo, "WORLD", ranks)
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: pytest.fail("the model was loaded first"))
+    args = grpo.parse_args(["--model", "tiny", "--batch-size", str(batch_size), "--micro-batch-size", "8" if ranks == 2 else "1"])
+    with pytest.raises(grpo.Trouble, match=f"on {ranks} GPUs"):
+        grpo.prepare(args)
 
 
 @pytest.mark.parametrize("how", ["a file in the way", "no permission"])
@@ -1255,8 +1577,8 @@ def test_own_reward_of_the_readme_works(monkeypatch):
 
 
 def test_readme_and_flags_agree():
-    """Every flag in the README exists, and every flag is in the README. (--bench is this file's own.)"""
-    flags = set(re.findall(r'add(?:_argument)?\("(--[a-z-]+)"', (HERE / "grpo.py").read_text())) | {"--help", "--bench"}
+    """Every flag in the README exists, and every flag is in the README. (--bench and --faults are this file's own.)"""
+    flags = set(re.findall(r'add(?:_argument)?\("(--[a-z-]+)"', (HERE / "grpo.py").read_text())) | {"--help", "--bench", "--faults"}
     mentioned = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", (HERE / "README.md").read_text()))
     assert mentioned - flags == set() and flags - mentioned - {"--help"} == set()
 
@@ -1371,8 +1693,13 @@ def bench(argv):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["--bench"]:
-        sys.exit("test_grpo.py: error: python -m pytest runs the tests; --bench [flags of grpo.py] prints the benchmark")
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
-    bench(sys.argv[2:])
+    if sys.argv[1:2] == ["--bench"]:
+        bench(sys.argv[2:])
+    elif sys.argv[1:] == ["--faults"]:
+        with tempfile.TemporaryDirectory() as folder:
+            faults(folder, kills=20, steps=30, say=print)
+    else:
+        sys.exit("test_grpo.py: error: python -m pytest runs the tests; --bench [flags of grpo.py] prints the benchmark, "
+                 "--faults kills a run twenty times")
