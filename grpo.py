@@ -14,16 +14,15 @@ One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRP
   6. log, keep pictures and a checkpoint
 Left out on purpose: loss masks (the image size sets the number of tokens), a value network, training the DiT.
 
-    python grpo.py --group-size 4                     # without a GPU: a toy learns colours in a minute
-    torchrun --nproc-per-node 8 grpo.py --size 512    # GLM-Image on 8 GPUs; on one: python grpo.py --size 512
+    python grpo.py --group-size 4               # without a GPU: a toy learns colours in a minute
+    torchrun --nproc-per-node 8 grpo.py --model zai-org/GLM-Image       # on 8 GPUs; on one: python grpo.py
 Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., n of them on one
 GPU, B at a time; L prompt tokens (padded on the left), T image tokens, V codes, D width of a model."""
 import argparse, contextlib, functools, io, json, math, os, re, runpy, signal, sys, time
 from pathlib import Path
-import diffusers, numpy as np, tokenizers, torch, torch.nn as nn, torch.nn.functional as F, transformers
+import diffusers, numpy as np, tokenizers, torch, torch.nn as nn, torch.nn.functional as F, tqdm, transformers
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of this GPU; how many
 
@@ -45,7 +44,7 @@ def blame(what):        # whatever goes wrong inside becomes Trouble, with `what
 def compute_advantages(rewards, group_size, scale="group"):
     """How much better each sample is than its group: A_i = (r_i - mean of its group) / (std + 1e-6).
     rewards [N], ordered by group -> advantages [N], fp32. std, unbiased, of the "group" (GRPO, 2402.03300) or
-    of the whole "batch"; "none" does not divide (Dr. GRPO, 2503.20783). ValueError for what has none."""
+    of the whole "batch"; "none" does not divide (Dr. GRPO, 2503.20783). ValueError if one is not finite."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)                         # [N]
     check(group_size > 1 and len(rewards) % group_size == 0, f"{len(rewards)} in groups of {group_size}")
     check(rewards.isfinite().all(), f"a reward is not a finite number: {rewards.tolist()}")
@@ -112,10 +111,11 @@ def reward_mse(images, prompts, targets):   # minus the mean squared error to th
     return [-F.mse_loss(image, target).item() for image, target in pairs]           # each [3, H, W]
 
 REWARDS = {"color": reward_color, "jpeg": reward_jpeg, "mse": reward_mse}
+run_file = functools.cache(runpy.run_path)      # two rewards of one file share what it has loaded
 
 def compute_rewards(images, prompts, targets, weights, group_size=1, norm="none"):
-    """{name: weight} -> the weighted sum [N], and the components {name: [N]}, raw, NaN for None: that counts
-    as the mean of its group. norm "group" adds up z-scores, so that components need no common scale."""
+    """{name: weight} -> the weighted sum [N], and the components {name: [N]}, raw. None (NaN there) counts as
+    the mean of its group, or 0. norm "group" adds up z-scores, so that components need no common scale."""
     total, components = torch.zeros(len(images)), {}                                # [N]
     for name, weight in weights.items():
         with blame(f"--reward {name}"):
@@ -153,8 +153,10 @@ class LoRA(nn.ParameterDict):
     @contextlib.contextmanager
     def disabled(self):     # inside `with lora.disabled():` the model *is* the reference policy
         self.enabled = False
-        yield
-        self.enabled = True
+        try:
+            yield
+        finally:
+            self.enabled = True
 
     def save(self, folder, base_model):     # as transformers' `load_adapter` and peft's `PeftModel` read it
         folder.mkdir(exist_ok=True)
@@ -166,7 +168,7 @@ class LoRA(nn.ParameterDict):
 
     def load(self, folder):     # what `save` wrote, of the same rank and alpha
         config = json.loads((folder / "adapter_config.json").read_text())
-        check(config["lora_alpha"] == self.alpha, f"its alpha is {config['lora_alpha']}, not {self.alpha}")
+        check([config["r"], config["lora_alpha"]] == [self.rank, self.alpha], "it has another rank or alpha")
         weights = load_file(folder / "adapter_model.safetensors")
         self.load_state_dict({k: weights["base_model.model." + k.replace("/", ".")] for k in self})
 
@@ -290,8 +292,7 @@ class GLMImageWrapper:
             step = capture(step) if i == 0 and self.device.type == "cuda" else step
         return tokens[:, L:].cpu(), logprobs[:, L:].cpu(), np.packbits(allowed[:, L:].cpu().numpy(), axis=-1)
 
-    def compute_logprobs(self, prompts, tokens, allowed=None):
-        """Teacher forcing, one pass for all tokens [B, T] -> log-probs with gradient, entropy: [B, T]."""
+    def compute_logprobs(self, prompts, tokens, allowed=None):  # teacher forcing -> log-probs, entropy [B, T]
         self.place("write")
         ids, mask, position_ids = self.encode(prompts)              # [B, L], [B, L + T], [3, B, L + T]
         tokens = tokens.to(self.device)                                             # [B, T]
@@ -365,7 +366,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=300, batch=16):     # fitted, superv
     palette = torch.cartesian_prod(*[torch.linspace(0, 1, 4)] * 3)      # [V, 3]: each code is an RGB colour
     weights = [p.requires_grad_() for module in (dit, vae, wrapper.ar) for p in module.parameters()]
     optimizer = torch.optim.Adam(weights, lr=2e-3)
-    for _ in tqdm(range(warmup_steps), "warming up the toy", disable=None, leave=False):
+    for _ in tqdm.tqdm(range(warmup_steps), "warming up the toy", disable=None, leave=False):
         codes = torch.randint(64, (batch, 2, 2)).repeat_interleave(2, 1).repeat_interleave(2, 2) # [B, 4, 4]
         latents = F.interpolate(palette[codes].movedim(3, 1) * 2 - 1, scale_factor=2)  # colours [B, 3, 8, 8]
         noise, t = torch.randn_like(latents), torch.rand(batch)                 # t = 0: clean, 1: all noise
@@ -412,7 +413,7 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
         self.out, self.history, self.stopped = Path(args.out), [], 0    # history: the metrics of each step
         torch.manual_seed(args.seed)                                    # for LoRA's first weights
         self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha).to(wrapper.device)
-        if args.init_adapter:       # the reference is still the model without it
+        if args.init_adapter and not args.resume:       # the reference is still the model without it
             with blame(f"--init-adapter {args.init_adapter}"):
                 self.lora.load(Path(args.init_adapter))
         self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
@@ -432,11 +433,13 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
         prompts, targets = ([x[i] for i in order for _ in range(G)] for x in (self.prompts, self.targets))
         rewards, parts = compute_rewards(images, prompts, targets, args.reward, G, args.reward_norm)
         rewards = torch.stack([rewards, *parts.values()], 1).tolist()               # 3. score: [n, 1 + parts]
-        rewards, *raw = torch.tensor(gather(rewards)).T.contiguous()                # of all GPUs: [N] each
+        with blame("another GPU has failed"):       # and no weight has moved: the checkpoint can be saved
+            rewards, *raw = torch.tensor(gather(rewards)).T.contiguous()            # of all GPUs: [N] each
         advantages = compute_advantages(rewards, G, args.scale_rewards)             # 4. compare: [N]
-        groups, names = rewards.view(P, G), [name.rpartition(":")[2] for name in parts]
+        groups, names = rewards.view(P, G), [Path(name).name for name in parts]
         return prompts, tokens, logprobs, allowed, advantages.chunk(WORLD)[RANK], {
-            "reward": rewards.mean().item(), "reward_std": groups.std(1).mean().item(), "lr": args.lr,
+            "reward": sum(w * v.nanmean().nan_to_num().item() for w, v in zip(args.reward.values(), raw)),
+            "reward_std": groups.std(1).mean().item(), "lr": args.lr,
             **{f"reward/{name}": values.nanmean().item() for name, values in zip(names, raw)},
             **{f"reward_std/{name}": np.nanstd(values).item() for name, values in zip(names, raw)},
             "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
@@ -454,13 +457,12 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
             self.optimizer.zero_grad()
             for chunk in chunks:
                 new, entropy = score(chunk)                                         # [B, T] each
-                # Until the first update old is new. The sampler's own numbers would do in fp32, but in bf16
-                # they may be off by more than the clip forgives (sampler_gap).
+                # Until the first update old is new; the sampler's numbers may be off in bf16 (sampler_gap).
                 old = old_logprobs.setdefault(chunk.start, new.detach())            # [B, T]
                 loss, metrics = compute_grpo_loss(
                     new, old, advantages[chunk].to(new.device), args.clip_range, args.clip_range_high,
                     ref_logprobs.get(chunk.start), args.kl_coef, args.importance)
-                (loss * len(new) / len(tokens) / WORLD).backward()  # by its share, so that size is no matter
+                (loss * len(new) / len(tokens) / WORLD).backward()  # all chunks of all GPUs: the mean
                 gap = (logprobs[chunk].to(new.device) - old).abs().max()
                 rows.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
             norm = self.update()
@@ -482,15 +484,15 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
         return norm
 
     def train(self):        # the loop: rollout, update, keep, until args.steps are done or a signal has come
-        if not self.history:
+        if RANK == 0 and not self.history:
             self.keep()                                                             # before training
-        for step in tqdm(range(len(self.history) + 1, self.args.steps + 1), disable=RANK > 0 or None):
+        for step in tqdm.tqdm(range(len(self.history) + 1, self.args.steps + 1), disable=RANK > 0 or None):
             *rollout, metrics = self.rollout()                                      # 1. to 4.
             self.history.append({"step": step, **metrics, **self.train_step(*rollout)})     # 5.
-            self.stopped = max(gather([self.stopped]))      # all or none: they wait for each other
-            self.keep()                                                             # 6.
+            stop = self.stopped = max(gather([self.stopped]))       # all or none: they wait for each other
+            RANK == 0 and self.keep()                               # 6. one does it for all
             check(sum(row["skipped"] for row in self.history[-3:]) < 3, "no finite gradient for three steps")
-            if self.stopped:
+            if stop:
                 break
 
     def stop(self, number, frame):      # Ctrl-C, SIGTERM: finish the step, save, end. A second one kills.
@@ -499,15 +501,13 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
 
     def keep(self):     # step 6: the log, and now and then pictures and a checkpoint
         step, args = len(self.history), self.args
-        if RANK > 0:
-            return                                                      # the first GPU does it for all
         if step:
             with open(self.out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(self.history[-1]) + "\n")
             shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
-            tqdm.write(" ".join(f"{key} {self.history[-1][key]:<8.3g}" for key in shown))
+            tqdm.tqdm.write(" ".join(f"{key} {self.history[-1][key]:<8.3g}" for key in shown))
         if [row["frac_zero_std"] for row in self.history[-10:]] == [1.0] * 10:
-            tqdm.write("warning: for ten steps all rewards of a group were equal, so nothing was learned")
+            tqdm.tqdm.write("warning: all rewards of a group were equal for ten steps: nothing is learned")
         if step % args.sample_every == 0 or step == args.steps:
             self.save_samples()
         if step % args.save_every == 0 or step == args.steps or self.stopped:
@@ -579,7 +579,7 @@ def add_flags(add, tiny):       # a flag a line; some defaults differ for the to
     add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
     add("--lora-rank", type=int, default=16 if tiny else 32, help="rank of the adapters")
     add("--lora-alpha", type=float, default=32.0 if tiny else 64.0, help="times alpha / rank")
-    add("--init-adapter", metavar="DIR", help="begin with this adapter; the reference stays the base model")
+    add("--init-adapter", type=os.path.abspath, metavar="DIR", help="begin with the adapter of another run")
     add("--size", type=parse_size, default="128" if tiny else "512", help="pixels: 512 or WIDTHxHEIGHT")
     add("--temperature", type=float, help="of the sampling; or the model's own")
     add("--top-p", type=float, help="draw from the likeliest codes of this mass; or the model's own")
@@ -603,7 +603,7 @@ def parse_args(argv=None):      # some defaults depend on --model; a resumed run
     saved = {"model": asked.model or ("zai-org/GLM-Image" if room >= 60 else "tiny")}
     if asked.resume:
         with blame(f"--resume: {asked.resume} holds no run"):
-            saved = torch.load(Path(asked.resume, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)["args"]
+            saved = torch.load(f"{asked.resume}/checkpoint.pt", "cpu", weights_only=True, mmap=True)["args"]
             saved["resume"] = saved["out"] = asked.resume
     add_flags(parser.add_argument, tiny=saved["model"] == "tiny")
     args = parser.parse_args(argv, argparse.Namespace(**saved))
@@ -631,7 +631,7 @@ def prepare(args):      # checks the arguments, loads what they name, and only t
     for name in args.reward.keys() - REWARDS.keys():
         path, _, function = name.rpartition(":")
         with blame(f"--reward {name}: neither {', '.join(REWARDS)}, nor file.py:function"):
-            REWARDS[name] = runpy.run_path(path)[function]
+            REWARDS[name] = run_file(path)[function]
     prompts, targets = load_prompts(args.prompts)
     check("mse" not in args.reward or all(targets), f"--reward mse: a line of {args.prompts} has no target")
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
@@ -658,21 +658,21 @@ def main(argv=None):
         if WORLD > 1:                                           # under torchrun: a process for each GPU
             torch.distributed.init_process_group()
             torch.cuda.is_available() and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            sys.stdout = open(os.devnull, "w") if RANK > 0 else sys.stdout      # of which the first speaks
+            sys.stdout = open(os.devnull, "w") if RANK > 0 else sys.stdout      # and one voice
         trainer = prepare(parse_args(argv))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, trainer.stop)
         trainer.train()
-        WORLD > 1 and torch.distributed.destroy_process_group()
+        WORLD > 1 and (gather([]), torch.distributed.destroy_process_group())   # once all are here
     except torch.OutOfMemoryError:
-        sys.exit("grpo.py: error: out of GPU memory: try --micro-batch-size 1, --offload on, smaller --size")
+        sys.exit("grpo.py: error: out of GPU memory; try --offload on, a smaller --batch-size, then --size")
     except (Trouble, OSError) as error:
         if trainer and isinstance(error, Trouble) and RANK == 0:
             trainer.save_checkpoint()       # of the last step: a reward that fails has moved no weight
         argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS).error(" ".join(str(error).split()))
     print(f"pictures and curve: {trainer.out}/progress.png\nto use the adapter, with peft installed: "
           f'pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')
-    if trainer.stopped:
+    if trainer.stopped and len(trainer.history) < trainer.args.steps:
         print(f"stopped after step {len(trainer.history)}: --resume {trainer.out} goes on")
         sys.exit(128 + trainer.stopped)
 

@@ -1138,7 +1138,7 @@ def test_an_adapter_to_begin_with(start, tmp_path):
     assert second.history == [] and not second.optimizer.state
     *rollout, _ = second.rollout()
     assert second.train_step(*rollout)["kl"] > 1e-4
-    for flags, word in ((["--lora-alpha", "8"], "alpha"), (["--lora-rank", "4"], "size mismatch")):
+    for flags, word in ((["--lora-alpha", "8"], "alpha"), (["--lora-rank", "4"], "rank")):
         with pytest.raises(grpo.Trouble, match=word):
             start("--out", f"{tmp_path}/c", "--init-adapter", f"{tmp_path}/a/adapter", *flags)
     (tmp_path / "a/adapter/adapter_model.safetensors").write_bytes(b"not safe, no tensors")
@@ -1212,7 +1212,7 @@ def test_out_of_gpu_memory_is_one_line(start, monkeypatch):
     monkeypatch.setattr(grpo, "prepare", lambda args: trainer)
     with pytest.raises(SystemExit) as stop:
         grpo.main([])
-    assert re.search("--micro-batch-size 1.*--offload on.*--size", stop.value.code) and "\n" not in stop.value.code
+    assert re.search("--offload on.*--batch-size.*--size", stop.value.code) and "\n" not in stop.value.code
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1475,7 +1475,7 @@ BAD = [     # what is typed, and a word of the one line that answers
     (["--reward", ""], "--reward"), (["--reward", "mse"], "target"), (["--reward", "nowhere.py:sharp"], "nowhere.py"),
     (["--reward", "mine.py:dull"], "dull"), (["--reward", "broken.py:sharp"], "SyntaxError"), (["--reward", "mine.py"], "file.py:function"),
     (["--model", "folder"], "--model tiny"), (["--model", "hollow"], "--model tiny"), (["--model", "no-such/model"], "--model tiny"),
-    (["--init-adapter", "folder"], "--init-adapter folder"), (["--init-adapter", "torn"], "--init-adapter torn"),
+    (["--init-adapter", "folder"], "folder"), (["--init-adapter", "torn"], "torn"),
     (["--resume", "nowhere"], "holds no run"), (["--resume", "folder"], "checkpoint.pt"), (["--resume", "broken"], "broken"),
     (["--resume", "headless"], "optimizer"), (["--resume", "other"], "size mismatch"), (["--resume", "list"], "list"),
     (["--resume", "moved"], "prompts"), (["--resume", "done"], "finished"),
@@ -1492,7 +1492,7 @@ def bad_files(tmp_path_factory):
     texts = {"empty.txt": "", "comments.txt": "# only\n\n", "long.txt": "red\n" + 100_000 * "very " + "red\n", "broken.py": "def sharp(",
              "lost.txt": "a red fox\tlost.png\n", "text.txt": "a red fox\tempty.txt\n", "mine.py": "def sharp(images, *_): return [1.] * len(images)",
              "good.txt": "a red fox\n", "hollow/model_index.json": "{}", "torn/adapter_model.safetensors": "no tensors",
-             "torn/adapter_config.json": '{"lora_alpha": 32.0}', "broken/checkpoint.pt": "no checkpoint"}
+             "torn/adapter_config.json": '{"r": 16, "lora_alpha": 32.0}', "broken/checkpoint.pt": "no checkpoint"}
     for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / "latin1.txt").write_bytes(b"caf\xe9\n")
