@@ -1,6 +1,8 @@
 """Tests of grpo.py: identities, mostly, on a toy with random weights. `python -m pytest -q`, no network, no GPU."""
 import contextlib
 import functools
+import http.server
+import importlib.util
 import io
 import json
 import math
@@ -13,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from unittest import mock
 import diffusers
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
@@ -338,6 +342,24 @@ def test_prompts_file(tmp_path):
     (tmp_path / "p.txt").write_text("\ufeff# no\n\n  a red fox\tt.png\nplain\n", encoding="utf-8")
     prompts, targets = grpo.load_prompts(tmp_path / "p.txt")
     assert prompts == ["a red fox", "plain"] and targets[0].mode == "RGB" and targets[1] is None
+
+
+def test_targets_of_any_kind(tmp_path):
+    """Turned as EXIF says, laid on white where transparent, from a palette, grey, or 16 bits: always upright RGB."""
+    exif = Image.Exif()
+    exif[0x0112] = 6                                                    # the camera lay on its side
+    left_red = Image.new("RGB", (4, 2), "blue")
+    left_red.paste("red", (0, 0, 2, 2))
+    left_red.save(tmp_path / "exif.png", exif=exif)
+    Image.new("RGBA", (2, 2), (255, 0, 0, 0)).save(tmp_path / "clear.png")
+    Image.new("RGBA", (2, 2), (0, 0, 0, 128)).save(tmp_path / "half.png")
+    Image.new("P", (2, 2), 0).save(tmp_path / "palette.png", transparency=0)
+    Image.new("L", (2, 2), 128).save(tmp_path / "grey.png")
+    loaded = {name: grpo.load_target(tmp_path / f"{name}.png") for name in ("exif", "clear", "half", "palette", "grey")}
+    assert {image.mode for image in loaded.values()} == {"RGB"}
+    assert loaded["exif"].size == (2, 4) and loaded["exif"].getpixel((0, 0)) == (255, 0, 0) and loaded["exif"].getpixel((0, 3)) == (0, 0, 255)
+    assert loaded["clear"].getpixel((0, 0)) == loaded["palette"].getpixel((0, 0)) == (255, 255, 255)
+    assert abs(loaded["half"].getpixel((0, 0))[0] - 127) <= 1 and loaded["grey"].getpixel((0, 0)) == (128, 128, 128)
 
 
 def test_shipped_prompts():
@@ -1147,6 +1169,14 @@ def test_an_adapter_to_begin_with(start, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_the_log_shows_raw_rewards_also_under_group_norm(start):
+    """The mean of z-scores is 0 whatever is learned: a log of that, and a curve of it, would say nothing."""
+    trainer = start("--reward", "color=1,jpeg=0.5", "--reward-norm", "group")
+    *_, advantages, metrics = trainer.rollout()
+    assert metrics["reward"] == pytest.approx(metrics["reward/color"] + 0.5 * metrics["reward/jpeg"]) and metrics["reward"] > 0.1
+    assert advantages.view(2, 4).mean(1).abs().max() < 1e-5 and metrics["reward_std/jpeg"] > 0
+
+
 def test_three_gradients_that_are_no_numbers_end_the_run(start, tmp_path):
     """One is skipped and counted, and leaves no trace; after three in a row more would be a waste of days."""
     trainer, bad = start("--steps", "9", "--lr", "0.01"), [False, True, True, False, True, True, True]
@@ -1285,6 +1315,20 @@ def dies(self, update=grpo.GRPOTrainer.update):
 grpo.GRPOTrainer.update = dies""")
     assert "this card has fallen off the bus" in err and time.monotonic() - start < 60
     assert torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["step"] == 0
+
+
+def test_a_reward_that_fails_on_another_gpu_loses_no_step(runs, tmp_path):
+    """Seven of eight GPUs do not write checkpoints; the first one must, when one of those fails."""
+    (tmp_path / "own.py").write_text("""
+import grpo
+calls = []
+def fails(images, *_):
+    calls.append(1)
+    return [0.5] * len(images) if grpo.RANK == 0 or len(calls) < 3 else 1 / 0
+""")
+    _, err = runs.run("--out", "run", "--steps", "9", "--reward", "own.py:fails", ranks=2, code=1)
+    assert "ZeroDivisionError" in err and "another GPU has failed" in err
+    assert torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["step"] == 2
 
 
 def wait_for(process, text):
@@ -1565,21 +1609,253 @@ def test_settings_reach_the_wrapper(tmp_path, monkeypatch):
                            offload=torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 60 * 2**30)
 
 
-def test_own_reward_of_the_readme_works(monkeypatch):
-    """The example is run as it stands, inside the file's own names."""
-    code = next(block for block in re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)
-                if "REWARDS[" in block)
-    monkeypatch.setattr(grpo, "REWARDS", dict(grpo.REWARDS))
-    exec(code, vars(grpo))
-    images = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
-    assert grpo.compute_rewards(images, ["", ""], [None] * 2, grpo.parse_reward("warm=2"))[0].tolist() == [2.0, -2.0]
-    del grpo.reward_warm
+# ------------------------------------------------------------------------------------------------------------
+# The code on the README's page, run as it stands
+
+
+def readme_code(name):
+    """The block of code whose first line is `# name`."""
+    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)
+    return next(block for block in blocks if block.startswith(f"# {name}\n") or name in block.splitlines()[0])
+
+
+def test_own_reward_of_the_readme_works_from_any_directory(runs, tmp_path):
+    """By a path relative to where the command is given, and again from elsewhere with --resume."""
+    (tmp_path / "sharp.py").write_text(readme_code("sharp.py"))
+    (tmp_path / "deeper").mkdir()
+    runs.run("--steps", "1", "--out", "run", "--reward", "color=1,sharp.py:sharpness=2")
+    runs.folder = tmp_path / "deeper"
+    runs.run("--resume", "../run", "--steps", "2")
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2] and all(0 < row["reward/sharp.py:sharpness"] < 1 for row in rows)
+    assert all(row["reward"] == pytest.approx(row["reward/color"] + 2 * row["reward/sharp.py:sharpness"]) for row in rows)
+
+
+def test_two_rewards_of_a_file_share_what_it_loads(start, tmp_path):
+    """A file that is run once for each of its rewards would load its model twice."""
+    (tmp_path / "two.py").write_text("import itertools\ncount = itertools.count()\n"
+                                     "def a(images, *_): return [next(count) for _ in images]\nb = a\n")
+    trainer = start("--reward", f"{tmp_path}/two.py:a=1,{tmp_path}/two.py:b=1")
+    *_, metrics = trainer.rollout()
+    assert metrics["reward/two.py:b"] == metrics["reward/two.py:a"] + 8
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory):
+    """my_rewards.py of the README as a module."""
+    path = tmp_path_factory.mktemp("gallery") / "my_rewards.py"
+    path.write_text(readme_code("my_rewards.py"))
+    spec = importlib.util.spec_from_file_location("my_rewards", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tiny_clip(tmp_path_factory):
+    """A CLIP of random weights that reads letters, saved to a folder."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("clip")
+    half = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = transformers.CLIPConfig(
+        text_config=dict(half, vocab_size=99, bos_token_id=0, eos_token_id=1, pad_token_id=1),
+        vision_config=dict(half, image_size=32, patch_size=16), projection_dim=16)
+    transformers.CLIPModel(config).save_pretrained(folder)
+    letters = [c + end for c in "abcdefghijklmnopqrstuvwxyz" for end in ("", "</w>")]
+    words = {word: i for i, word in enumerate(["<|startoftext|>", "<|endoftext|>", *letters])}
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    transformers.CLIPProcessor(images, transformers.CLIPTokenizer(vocab=words, merges=[])).save_pretrained(folder)
+    return str(folder)
+
+
+PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
+
+
+def test_clip_is_the_cosine_by_hand(gallery, tiny_clip, monkeypatch):
+    """Each pair alone, through the model's two towers: no softmax, no logit scale, no other prompt's padding."""
+    monkeypatch.setattr(gallery, "CLIP", tiny_clip)
+    model, processor = transformers.CLIPModel.from_pretrained(tiny_clip), transformers.AutoProcessor.from_pretrained(tiny_clip)
+    prompts = ["a red fox on a long long wall", "blue"]
+    for got, image, prompt in zip(gallery.clip(PAIR, prompts), PAIR, prompts, strict=True):
+        with torch.no_grad():
+            a = model.get_image_features(**processor(images=image, return_tensors="pt")).pooler_output[0]
+            b = model.get_text_features(**processor(text=prompt, return_tensors="pt")).pooler_output[0]
+        assert got.item() == pytest.approx((a @ b / a.norm() / b.norm()).item(), abs=1e-5)
+    total, _ = grpo.compute_rewards(PAIR, prompts, [None] * 2, {"clip": 2.}) if monkeypatch.setitem(
+        grpo.REWARDS, "clip", gallery.clip) is None else None
+    assert total.tolist() == pytest.approx((2 * gallery.clip(PAIR, prompts)).tolist())
+
+
+def test_aesthetic_is_linear_layers_on_the_normalised_embedding(gallery, tiny_clip, monkeypatch, tmp_path):
+    """A head of one layer and one of three; the dictionary's own order is the order of the layers."""
+    monkeypatch.setattr(gallery, "CLIP", tiny_clip)
+    monkeypatch.setattr(gallery, "HEAD", str(tmp_path / "head.pth"))
+    model, processor = transformers.CLIPModel.from_pretrained(tiny_clip), transformers.AutoProcessor.from_pretrained(tiny_clip)
+    with torch.no_grad():
+        x = model.get_image_features(**processor(images=PAIR, return_tensors="pt")).pooler_output
+    for sizes in ((16, 1), (16, 8, 4, 1)):
+        head = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])))
+        torch.save({f"layers.{key}": value for key, value in head.state_dict().items()}, tmp_path / "head.pth")
+        with torch.no_grad():
+            expected = head(x / x.norm(dim=1, keepdim=True))
+        assert torch.allclose(gallery.aesthetic(PAIR, ["", ""]), expected, atol=1e-5)
+
+
+READ = [    # prompt, what is read in the picture, score
+    ('a sign "OPEN"', "OPEN", 1), ('a sign "OPEN"', "open", 1), ('a sign "OPEN"', " O P\nEN ", 1),
+    ('a sign "OPEN"', "", 0), ('a sign "OPEN"', "OPEM", 3 / 4), ('a sign "OPEN"', "PEN", 3 / 4),
+    ('a sign "OPEN"', "OPENS", 4 / 5), ('a sign "OPEN"', "CLOSED", 1 - 4 / 6), ('a sign "OPEN"', "xyz", 0),
+    ('a sign "hello world"', "hello", 5 / 10), ('a sign "hello world"', "hello world again", 10 / 15),
+    ('a sign "hello world"', "world hello", 1 - 8 / 10), ("it says 'stop'", "STOP", 1), ("it says “stop”", "Stop", 1),
+    ('"one" above "two"', "one two", 1), ('"one" above "two"', "one", 3 / 6), ('"one" above “two”', "two one", 1),
+    ("招牌「你好」", "你好", 1), ("招牌「你好」", "你 好", 1), ("招牌「你好世界」", "你好", 2 / 4), ('a "café"', "cafe\u0301", 1),
+    ('a "50 %"', "５０％", 1), ('a "ﬁsh"', "FISH", 1), ('a "Straße"', "STRASSE", 1), ('a ""', "anything", 0),
+    ('a ""', "", 1), ("nothing to draw", "whatever", None), ("", "", None)]
+
+
+@pytest.mark.parametrize("prompt, text, score", READ)
+def test_ocr_scores_what_is_read(gallery, monkeypatch, capsys, prompt, text, score):
+    """Case, white space and Unicode forms do not count; words that miss, are too many or in another order do. Several
+    strings stand in the order in which the pipeline finds them: single, curly, double, CJK quotes."""
+    class Reader:
+        chat_template = None
+        to = cpu = lambda self, *_: self
+        pop = lambda self, *_: None
+        __call__ = lambda self, **_: self
+        __getitem__ = lambda self, _: torch.zeros(1, 3)
+        keys = lambda self: ()
+        generate = lambda self, **_: torch.zeros(1, 9)
+        decode = lambda self, ids, skip_special_tokens: text if ids.shape == (6,) else 1 / 0
+
+    monkeypatch.setattr(gallery, "load", lambda kind, path: (Reader(), Reader()))
+    got, = gallery.ocr(PAIR[:1], [prompt])
+    assert got is None if score is None else got == pytest.approx(score)
+    gallery.ocr(PAIR, [prompt, prompt])
+    assert capsys.readouterr().out.count("no opinion") == (score is None)       # said once
+
+
+def test_ocr_with_a_model_that_reads(gallery, monkeypatch, tmp_path):
+    """A GOT-OCR of random weights, through `from_pretrained`: it reads nonsense, and only where there is something to
+    compare it with. And one with a chat template is asked for the text, as GLM-OCR wants it."""
+    torch.manual_seed(0)
+    words = "<unk> <|endoftext|> <|im_start|> <|im_end|> <img> </img> <imgpad>".split()
+    letters = {word: i for i, word in enumerate([*words, *"abcdefghijklmnopqrstuvwxyz"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        additional_special_tokens=words[2:])
+    processor = transformers.GotOcr2Processor(transformers.GotOcr2ImageProcessorPil(size={"height": 256, "width": 256}), tokenizer)
+    processor.save_pretrained(tmp_path)
+    transformers.GotOcr2ForConditionalGeneration(transformers.GotOcr2Config(
+        vision_config=dict(hidden_size=16, output_channels=16, num_hidden_layers=1, num_attention_heads=2, image_size=256,
+                           patch_size=4, mlp_dim=16, window_size=2, global_attn_indexes=[0]),
+        text_config=dict(model_type="qwen2", vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2, eos_token_id=3, pad_token_id=1, bos_token_id=2),
+        image_token_id=6)).save_pretrained(tmp_path)
+    monkeypatch.setattr(gallery, "OCR", str(tmp_path))
+    scores = gallery.ocr(PAIR, ['a "fox"', "no words"])
+    assert 0 <= scores[0] <= 1 and scores[1] is None
+    seen = []
+    _, processor = gallery.load(transformers.AutoModelForImageTextToText, str(tmp_path))
+    processor.chat_template = "given"
+    monkeypatch.setattr(processor, "apply_chat_template", lambda chat, **_: seen.append(chat) or processor(images=PAIR[0], return_tensors="pt"))
+    assert gallery.ocr(PAIR[:1], ['a "fox"']) == scores[:1]
+    assert [part["type"] for part in seen[0][0]["content"]] == ["image", "text"]
+
+
+def test_ssim_against_a_slow_computation(gallery):
+    """Window by window and channel by channel with numpy; 1 for equal images, lower with each more noise, and a target of
+    another size is resized."""
+    rng = np.random.default_rng(0)
+    target = Image.fromarray(rng.integers(0, 255, (20, 24, 3), np.uint8))
+    pixels = np.array(target)
+    noisy = [Image.fromarray(np.clip(pixels + rng.normal(0, s, pixels.shape), 0, 255).astype(np.uint8)) for s in (0, 10, 40, 90)]
+    scores = gallery.ssim(noisy, [""] * 4, [target] * 4)
+    assert scores[0] == pytest.approx(1, abs=1e-6) and scores == sorted(scores, reverse=True) and scores[3] < 0.8
+    g = np.array([math.exp(-(i - 5) ** 2 / 4.5) for i in range(11)])
+    weights, slow = np.outer(g, g) / g.sum() ** 2, []
+    a, b = np.array(noisy[2]) / 255, pixels / 255
+    for y, x, c in np.ndindex(10, 14, 3):
+        p, q = a[y:y + 11, x:x + 11, c], b[y:y + 11, x:x + 11, c]
+        mp, mq = (weights * p).sum(), (weights * q).sum()
+        vp, vq, cov = (weights * (p - mp) ** 2).sum(), (weights * (q - mq) ** 2).sum(), (weights * (p - mp) * (q - mq)).sum()
+        slow.append((2 * mp * mq + 1e-4) * (2 * cov + 9e-4) / ((mp**2 + mq**2 + 1e-4) * (vp + vq + 9e-4)))
+    assert scores[2] == pytest.approx(np.mean(slow), abs=1e-5)
+    assert gallery.ssim(noisy[:1], [""], [target.resize((48, 40))])[0] > 0.5
+
+
+def test_lpips_without_its_package_says_how_to_install_it(gallery, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lpips", None)
+    monkeypatch.setitem(grpo.REWARDS, "near", gallery.lpips)
+    with pytest.raises(grpo.Trouble, match="--reward near.*pip install lpips"):
+        grpo.compute_rewards(PAIR, ["", ""], PAIR, {"near": 1.})
+
+
+def test_lpips_is_minus_the_distance_of_its_network(gallery, monkeypatch):
+    """A stand-in for the package: images in 0..1 and told so, the image first, the target resized to it."""
+    net = lambda x, y, normalize: (x - y).abs().mean() if normalize and x.shape == y.shape and x.max() <= 1 else 1 / 0
+    monkeypatch.setattr(gallery, "load_lpips", lambda: net)
+    black, white = Image.new("RGB", (8, 8)), Image.new("RGB", (30, 20), "white")
+    assert gallery.lpips([black, white], ["", ""], [white, white]) == [-1., 0.]
+
+
+def test_the_judge_of_the_readme_asks_and_reads(monkeypatch):
+    """Against a server of our own: the picture and the prompt arrive, a number comes back, no number is no opinion."""
+    asked, answers = [], iter(["8", "I'd say 6.5 of 10", "No idea."])
+
+    class Judge(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": next(answers)}}]}).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("JUDGE_MODEL", "any")
+        exec(readme_code("judge.py"), names := {})
+        assert names["judge"]([*PAIR, PAIR[0]], ["a fox", "an owl", "x"]) == [8., 6.5, None]
+        server.shutdown()
+    text, picture = asked[1]["messages"][0]["content"]
+    assert "an owl" in text["text"] and picture["image_url"]["url"].startswith("data:image/png;base64,")
+
+
+def test_tensorboard_code_of_the_readme(start, tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    start("--steps", "2").train()
+    monkeypatch.setattr(sys, "argv", ["board.py", str(tmp_path / "a")])
+    exec(readme_code("import json, pathlib, sys, numpy"), {})
+    board = EventAccumulator(str(tmp_path / "a/tensorboard"))
+    board.Reload()
+    rows = rows_of(tmp_path / "a")
+    assert [event.value for event in board.Scalars("reward")] == pytest.approx([row["reward"] for row in rows])
+    assert set(rows[0]) <= set(board.Tags()["scalars"]) and [event.step for event in board.Images("samples")] == [0, 2]
+
+
+def test_targets_of_the_readme_are_learnt(tmp_path, monkeypatch, start):
+    """`mse` towards the target mosaics of the page, on the fitted toy: the first 15 of its 100 steps already rise."""
+    monkeypatch.chdir(tmp_path)
+    exec(readme_code("targets.py"), {})
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", make_tiny_pipeline)
+    trainer = grpo.prepare(grpo.parse_args(
+        "--model tiny --reward mse --prompts targets.txt --steps 15 --sample-every 99 --save-every 99 --out run".split()))
+    assert trainer.prompts[0] == "a red thing" and trainer.targets[0].getpixel((0, 127)) == (255, 0, 0)
+    trainer.train()
+    rewards = [row["reward"] for row in trainer.history]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.02
 
 
 def test_readme_and_flags_agree():
     """Every flag in the README exists, and every flag is in the README. (--bench and --faults are this file's own.)"""
     flags = set(re.findall(r'add(?:_argument)?\("(--[a-z-]+)"', (HERE / "grpo.py").read_text())) | {"--help", "--bench", "--faults"}
     mentioned = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", (HERE / "README.md").read_text()))
+    mentioned -= {"--nproc-per-node", "--nnodes", "--rdzv-endpoint"}        # torchrun's
     assert mentioned - flags == set() and flags - mentioned - {"--help"} == set()
 
 
