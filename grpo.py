@@ -46,7 +46,7 @@ def compute_advantages(rewards, group_size, scale="group"):
     rewards [N], ordered by group -> advantages [N], fp32. std, unbiased, of the "group" (GRPO, 2402.03300) or
     of the whole "batch"; "none" does not divide (Dr. GRPO, 2503.20783). ValueError if one is not finite."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)                         # [N]
-    check(group_size > 1 and len(rewards) % group_size == 0, f"{len(rewards)} in groups of {group_size}")
+    check(group_size > 1 and len(rewards) % group_size == 0, f"{len(rewards)} are no groups of {group_size}")
     check(rewards.isfinite().all(), f"a reward is not a finite number: {rewards.tolist()}")
     grouped = rewards.view(-1, group_size) - rewards[::group_size, None]    # [P, G]: equal ones are exactly 0
     stds = {"group": grouped.std(1, keepdim=True) + 1e-6, "batch": rewards.std() + 1e-6, "none": 1.0}
@@ -63,8 +63,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     clip_range_high is DAPO's (2503.14476); importance "sequence", one ratio each, is GSPO's (2507.18071).
     Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert
     and the loss is minus the mean advantage, 0. Its gradient is not: it is REINFORCE's, of -mean(A * new)."""
-    ref = new_logprobs if ref_logprobs is None else ref_logprobs
-    new, old, ref = (x.float().view(len(x), -1) for x in (new_logprobs, old_logprobs.detach(), ref.detach()))
+    ref = (new_logprobs if ref_logprobs is None else ref_logprobs).detach()
+    new, old, ref = (x.float().reshape(len(x), -1) for x in (new_logprobs, old_logprobs.detach(), ref))
     A = advantages.detach().float()[:, None]                    # [N, 1], others [N, T]; T = 1 for sequences
     ratio = {"token": new - old, "sequence": (new - old).mean(1, keepdim=True)}[importance].exp()  # or [N, 1]
     low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)

@@ -1,5 +1,6 @@
 """Tests of grpo.py: identities, mostly, on a toy with random weights. `python -m pytest -q`, no network, no GPU."""
 import contextlib
+import copy
 import functools
 import http.server
 import importlib.util
@@ -1852,8 +1853,8 @@ def test_targets_of_the_readme_are_learnt(tmp_path, monkeypatch, start):
 
 
 def test_readme_and_flags_agree():
-    """Every flag in the README exists, and every flag is in the README. (--bench and --faults are this file's own.)"""
-    flags = set(re.findall(r'add(?:_argument)?\("(--[a-z-]+)"', (HERE / "grpo.py").read_text())) | {"--help", "--bench", "--faults"}
+    """Every flag in the README exists, and every flag is in the README. (--bench, --faults and --ablate are this file's own.)"""
+    flags = set(re.findall(r'add(?:_argument)?\("(--[a-z-]+)"', (HERE / "grpo.py").read_text())) | {"--help", "--bench", "--faults", "--ablate"}
     mentioned = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", (HERE / "README.md").read_text()))
     mentioned -= {"--nproc-per-node", "--nnodes", "--rdzv-endpoint"}        # torchrun's
     assert mentioned - flags == set() and flags - mentioned - {"--help"} == set()
@@ -1968,14 +1969,64 @@ def bench(argv):
               f"{gib(ar.model.visual, ar.model.vqmodel):.1f} GiB. On a GPU nothing has been measured here.")
 
 
+# ------------------------------------------------------------------------------------------------------------
+# What each choice is worth: `python test_grpo.py --ablate`, a quarter of an hour on 2 cores. Nothing here is a test.
+
+
+def noise_of_its_own(trainer):
+    """Instead of one for the group: every image starts from other noise."""
+    decode = trainer.wrapper.decode
+
+    def other(prompts, tokens, seeds, *settings):
+        G = len(tokens) // len(prompts)
+        return decode([p for p in prompts for _ in range(G)], tokens, [s + i for s in seeds for i in range(G)], *settings)
+
+    trainer.wrapper.decode = other
+
+
+ABLATIONS = {       # name: flags, and what is done to the trainer
+    "as shipped": ("", None), "noise of its own for each image": ("", noise_of_its_own),
+    "group size 2 (16 prompts)": ("--group-size 2 --batch-size 16", None),
+    "group size 8 (4 prompts)": ("--group-size 8 --batch-size 4", None),
+    "group size 16 (2 prompts)": ("--group-size 16 --batch-size 2", None),
+    "rewards not divided by the std": ("--scale-rewards none", None),
+    "no KL": ("--kl-coef 0", None), "KL 0.02": ("--kl-coef 0.02", None),
+    "2 updates per rollout": ("--num-iterations 2", None), "1 ratio per sequence": ("--importance sequence", None),
+    "all weights instead of LoRA": ("--lr 5e-4", train_all_weights)}
+
+
+def ablate(seeds):
+    """One table: mean reward of the last five of 40 steps, per seed, and mean and standard deviation over the seeds."""
+    results = {name: [] for name in ABLATIONS}
+    for seed in seeds:
+        toy = make_tiny_pipeline(seed)
+        for name, (flags, change) in ABLATIONS.items():
+            with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()), mock.patch.object(
+                    grpo, "make_tiny_pipeline", lambda seed: copy.deepcopy(toy)):
+                trainer = grpo.prepare(grpo.parse_args(
+                    f"--model tiny --seed {seed} --out {out} --sample-every 999 --save-every 999 {flags}".split()))
+                if change:
+                    change(trainer)
+                trainer.keep = lambda: None
+                trainer.train()
+            results[name].append(statistics.mean(row["reward"] for row in trainer.history[-5:]))
+            print(f"seed {seed}  {name:32s} {results[name][-1]:.3f}", file=sys.stderr, flush=True)
+    print("| | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | std |\n" + "|---" * (len(seeds) + 3) + "|")
+    for name, values in results.items():
+        spread = statistics.stdev(values) if len(values) > 1 else math.nan
+        print(f"| {name} | " + " | ".join(f"{v:.3f}" for v in values) + f" | {statistics.mean(values):.3f} | {spread:.3f} |")
+
+
 if __name__ == "__main__":
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     if sys.argv[1:2] == ["--bench"]:
         bench(sys.argv[2:])
+    elif sys.argv[1:2] == ["--ablate"]:
+        ablate([int(seed) for seed in sys.argv[2:]] or range(5))
     elif sys.argv[1:] == ["--faults"]:
         with tempfile.TemporaryDirectory() as folder:
             faults(folder, kills=20, steps=30, say=print)
     else:
         sys.exit("test_grpo.py: error: python -m pytest runs the tests; --bench [flags of grpo.py] prints the benchmark, "
-                 "--faults kills a run twenty times")
+                 "--faults kills a run twenty times, --ablate [seeds] shows what each choice is worth")
