@@ -6,7 +6,7 @@ writes visual tokens, a diffusion transformer (DiT, 7 B) paints them. Here the A
                  ^--------------- update: a clipped policy gradient <---------+
 
 One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRPOTrainer`:
-  1. the AR half, the policy, writes G token sequences, its actions, for each of P prompts: P groups
+  1. the AR half, the policy, writes G sequences of tokens, its actions, for each of P prompts: P groups
   2. the frozen DiT paints them, all images of a group from the same noise
   3. any function scores the images; no gradient passes through it
   4. advantage: (reward - mean) / std of its own group; for that mean other methods train a value network
@@ -57,18 +57,18 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
                       ref_logprobs=None, kl_coef=0.0, importance="token"):
     """PPO's clipped surrogate plus a price for leaving the reference -> (loss, metrics as plain floats).
         ratio = exp(new - old)
-        loss  = -mean(min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)) + kl_coef * mean(k3)
+        loss  = -mean(min(ratio * A, clip(ratio, low, high) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1       unbiased for the KL and never negative (Schulman, 2020)
     Log-probs are [N] (of sequences) or [N, T] (of tokens), advantages [N]; only new_logprobs gets a gradient.
-    clip_range_high is DAPO's (2503.14476); importance "sequence", one ratio each, is GSPO's (2507.18071).
+    high is 1 + clip_range_high, if given (DAPO, 2503.14476). "sequence": one ratio each (GSPO, 2507.18071).
     Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert
-    and the loss is minus the mean advantage, 0. Its gradient is not: it is REINFORCE's, of -mean(A * new)."""
+    and policy_loss is -mean(A), 0 over a step. Its gradient is not: it is REINFORCE's, of -mean(A * new)."""
     ref = (new_logprobs if ref_logprobs is None else ref_logprobs).detach()
     new, old, ref = (x.float().reshape(len(x), -1) for x in (new_logprobs, old_logprobs.detach(), ref))
     A = advantages.detach().float()[:, None]                    # [N, 1], others [N, T]; T = 1 for sequences
     ratio = {"token": new - old, "sequence": (new - old).mean(1, keepdim=True)}[importance].exp()  # or [N, 1]
     low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
-    policy_loss = -torch.min(ratio * A, ratio.clamp(low, high) * A).mean()
+    policy_loss = -torch.min(ratio * A, ratio.clamp(low, high) * A).mean()  # a loss of your own goes here
     delta = (ref - new).clamp(max=20)           # or one far-off token would overflow the whole batch
     kl = (torch.expm1(delta) - delta).mean()    # expm1 keeps small values exact
     loss = policy_loss + kl_coef * kl
@@ -77,7 +77,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     return loss, dict(zip(("loss", "policy_loss", "kl", "ratio_mean", "ratio_max", "clip_frac"), values))
 
 def compute_policy_logprobs(logits, temperature, codebook_size, allowed=None):
-    """log pi(code), THE distribution of the policy: sampler and trainer both call this and cannot disagree.
+    """log pi(code), THE distribution of the policy: one definition, for the sampler and the trainer.
     logits [..., vocab], allowed [..., V] -> [..., V], fp32: in bf16 a log-prob of -9 is off by up to 0.03."""
     logits = logits[..., :codebook_size].float() / temperature      # [..., V]: all that the DiT can paint
     return F.log_softmax(logits if allowed is None else logits.masked_fill(~allowed, -math.inf), dim=-1)
@@ -198,8 +198,8 @@ def capture(step):      # its kernels as a CUDA graph: one launch in place of so
     return graph.replay
 
 class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy: `ar`, the trained part, `sample`, `compute_logprobs`, `decode`. Any
-    other needs the same, and LoRA.TARGETS. height, width: pixels. temperature, top_p: None is its own."""
+    """A `GlmImagePipeline` as a policy. Another model needs its own `ar` (frozen), `device`, `from_pretrained`,
+    `sample`, `compute_logprobs`, `decode`, and LoRA.TARGETS. height, width: pixels; None: the model's own."""
     def __init__(self, pipe, height, width, temperature=None, top_p=None, guidance=1.5, offload=False,
                  device="cpu"):
         self.pipe, self.ar, self.device = pipe, pipe.vision_language_encoder, torch.device(device)
@@ -250,7 +250,7 @@ class GLMImageWrapper:
     def forward(self, ids, mask, position_ids, num_last, cache=None):
         model = self.ar.model.language_model        # the classes around it insert positions of their own
         for layer in model.layers:
-            layer.training = torch.is_grad_enabled()    # its activations are recomputed in the backward pass
+            layer.training = torch.is_grad_enabled()    # for checkpointing; its dropout inside stays off
         hidden = model(input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
                        use_cache=cache is not None).last_hidden_state               # [B, .., D]
         return self.ar.lm_head(hidden[:, -num_last:])       # [B, num_last, vocab]: no others need the head
@@ -269,7 +269,7 @@ class GLMImageWrapper:
         tokens, mask, position_ids = F.pad(ids[rows], (0, T)), mask[rows], position_ids[:, rows]
         logprobs = torch.zeros(mask.shape, device=self.device)                                  # [N, L + T]
         allowed = torch.ones(*tokens.shape, self.codebook_size, dtype=torch.bool, device=self.device)
-        noise = torch.empty(len(prompts), group_size, self.codebook_size, device=self.device)   # [P, G, V]
+        draws = torch.empty(len(prompts), group_size, self.codebook_size, device=self.device)   # [P, G, V]
         columns, at = torch.arange(L + T, device=self.device), torch.tensor([L - 1], device=self.device)
         def step():     # reads column `at`, writes the next, at fixed addresses: a CUDA graph can replay it
             visible = (mask & (columns <= at))[:, None, None]                       # [N, 1, 1, L + T]
@@ -280,14 +280,14 @@ class GLMImageWrapper:
             logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size)            # [N, V]
             nucleus = self.cut_nucleus(None, logp).isfinite()   # the likeliest with top_p of the mass  [N, V]
             logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size, nucleus)   # [N, V]
-            # argmax(p / Exponential(1)) draws from p, the Gumbel-max trick, and the CPU need not know what
-            code = (logp - noise.flatten(0, 1).clamp(min=1e-30).log()).argmax(1, keepdim=True)      # [N, 1]
+            # argmax(p / Exponential(1)) draws from p, the Gumbel-max trick, without waiting for the CPU
+            code = (logp - draws.flatten(0, 1).clamp(min=1e-30).log()).argmax(1, keepdim=True)      # [N, 1]
             at.add_(1)
             tokens[:, at], logprobs[:, at], allowed[:, at] = code, logp.gather(1, code), nucleus[:, None]
         generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]     # one per group
         for i in range(T):
-            for group_noise, generator in zip(noise, generators):
-                group_noise.exponential_(generator=generator)
+            for group_draws, generator in zip(draws, generators):
+                group_draws.exponential_(generator=generator)
             step()
             step = capture(step) if i == 0 and self.device.type == "cuda" else step
         return tokens[:, L:].cpu(), logprobs[:, L:].cpu(), np.packbits(allowed[:, L:].cpu().numpy(), axis=-1)
@@ -305,12 +305,12 @@ class GLMImageWrapper:
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds, decode_steps=20, micro_batch_size=4):
-        """P prompts, tokens [N, T], a seed for each prompt -> N PIL images. A group starts from the same
-        noise (DanceGRPO, 2505.07818), the DiT adds none: rewards differ because tokens do, not by luck."""
+        """P prompts and seeds, tokens [N, T], whose draft is not painted -> N PIL images. A group begins
+        with the same noise (DanceGRPO, 2505.07818): its rewards differ because tokens do, not by luck."""
         self.place("paint")
         h, w, images = self.height // 32, self.width // 32, []
         codes = tokens[:, -h * w:].view(-1, h, 1, w, 1).expand(-1, h, 2, w, 2).flatten(1)   # [N, 4 * h * w]
-        for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):  # or glyphs need padding
+        for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):  # one by one: no padding
             glyphs, _ = self.pipe.encode_prompt(prompt, False)                   # [1, any, D]
             for part in group.split(micro_batch_size):                              # [B, 4 * h * w] each
                 same_noise = [torch.Generator().manual_seed(seed) for _ in part]
@@ -457,7 +457,7 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
             self.optimizer.zero_grad()
             for chunk in chunks:
                 new, entropy = score(chunk)                                         # [B, T] each
-                # Until the first update old is new; the sampler's numbers may be off in bf16 (sampler_gap).
+                # old is that of the first pass, not the sampler's: in bf16 they differ by up to sampler_gap
                 old = old_logprobs.setdefault(chunk.start, new.detach())            # [B, T]
                 loss, metrics = compute_grpo_loss(
                     new, old, advantages[chunk].to(new.device), args.clip_range, args.clip_range_high,
@@ -472,7 +472,7 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
         return {**metrics, "grad_norm": norm, "skipped": int(not math.isfinite(norm)), "sec_update":
                 time.perf_counter() - start, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
-    def update(self):       # one step of AdamW on the gradients of all GPUs, clipped -> their norm
+    def update(self):       # one AdamW step on the gradients of all GPUs, clipped -> their norm before
         grads = [p.grad for p in self.lora.values()]
         if WORLD > 1:
             flat = nn.utils.parameters_to_vector(grads)     # one message instead of hundreds
@@ -507,7 +507,7 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
             shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
             tqdm.tqdm.write(" ".join(f"{key} {self.history[-1][key]:<8.3g}" for key in shown))
         if [row["frac_zero_std"] for row in self.history[-10:]] == [1.0] * 10:
-            tqdm.tqdm.write("warning: all rewards of a group were equal for ten steps: nothing is learned")
+            tqdm.tqdm.write("warning: every group had equal rewards for ten steps: nothing is learned")
         if step % args.sample_every == 0 or step == args.steps:
             self.save_samples()
         if step % args.save_every == 0 or step == args.steps or self.stopped:
@@ -516,7 +516,7 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
     def save_samples(self):     # fixed prompts and seeds: from picture to picture only the policy differs
         prompts, args = self.prompts[:8], self.args
         settings = args.eval_decode_steps, args.micro_batch_size
-        images, *_ = self.wrapper.generate_with_tracking(prompts, 1, range(8), *settings)
+        images, *_ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)), *settings)
         rewards, _ = compute_rewards(images, prompts, self.targets[:8], args.reward)    # [8]
         now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())])
         now.save(self.out / f"samples/step_{len(self.history):05d}.png")

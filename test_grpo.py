@@ -1826,6 +1826,52 @@ def test_the_judge_of_the_readme_asks_and_reads(monkeypatch):
     assert "an owl" in text["text"] and picture["image_url"]["url"].startswith("data:image/png;base64,")
 
 
+def test_cispo_of_the_readme_applies_and_is_cispo():
+    """The printed diff fits the file as it is. On policy its gradient is PPO's; off policy a token that PPO drops still
+    has one, of its bounded ratio."""
+    code = (HERE / "grpo.py").read_text()
+    diff = re.search(r"```diff\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)[1].splitlines()
+    for old, new in zip(diff[::2], diff[1::2], strict=True):
+        assert old[0] == "-" and new[0] == "+" and code.count(old[1:] + "\n") == 1
+        code = code.replace(old[1:] + "\n", new[1:] + "\n")
+    exec(code, names := {"__name__": "cispo", "__file__": str(HERE / "grpo.py")})
+    torch.manual_seed(0)
+    old, advantages, grads = torch.randn(6, 5), torch.randn(6), []
+    for loss in (names["compute_grpo_loss"], grpo.compute_grpo_loss):
+        for new in (old.clone(), old + torch.tensor([-.9, -.1, 0., .1, .9])):
+            new.requires_grad_()
+            loss(new, old, advantages)[0].backward()
+            grads.append(new.grad)
+    assert torch.allclose(grads[0], grads[2], atol=1e-7) and (grads[3] == 0).any() and (grads[1] != 0).all()
+    ratio = torch.tensor([-.9, -.1, 0., .1, .9]).exp().clamp(max=1.2)
+    assert torch.allclose(grads[1], -ratio * advantages[:, None] / 30, atol=1e-6)
+
+
+def test_use_and_merge_of_the_readme(tmp_path, monkeypatch, sampled):
+    """Both ways into the stock pipeline give the policy that was trained, and draw; the base model alone is another."""
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    trained = make_wrapper()
+    codes_only = list(range(64, 72))                    # the stock pipeline trusts a trained model to write nothing else
+    trained.ar.generation_config.suppress_tokens = codes_only
+    trained.pipe.save_pretrained("toy")
+    lora = grpo.LoRA(trained.ar, rank=4, alpha=8)
+    perturb(lora)
+    lora.save(Path("adapter"), "toy")
+    expected = trained.compute_logprobs(*sampled[:2])[0]
+    for name in ("use.py", "merge.py"):
+        code = readme_code(name).replace("runs/20261121-103000/adapter", "adapter").replace("zai-org/GLM-Image", "toy")
+        code = code.replace('.to("cuda")', "").replace("dtype=torch.bfloat16", "dtype=torch.float32").replace("512", "64")
+        exec(code, names := {})
+        pipe = names["pipe"] if name == "use.py" else diffusers.GlmImagePipeline.from_pretrained("my-glm-image")
+        pipe.processor._get_target_shape = trained.pipe.processor._get_target_shape      # the toy's draft is not saved
+        other = grpo.GLMImageWrapper(pipe, 128, 64, temperature=0.9)
+        assert (other.compute_logprobs(*sampled[:2])[0] - expected).abs().max() < 1e-5
+    with lora.disabled():
+        assert (trained.compute_logprobs(*sampled[:2])[0] - expected).abs().max() > 0.01
+    assert Image.open("fox.png").size == (64, 64)
+
+
 def test_tensorboard_code_of_the_readme(start, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
