@@ -198,7 +198,7 @@ def capture(step):      # its kernels as a CUDA graph: one launch in place of so
     return graph.replay
 
 class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy. Another model needs its own `ar` (frozen), `device`, `from_pretrained`,
+    """A `GlmImagePipeline` as a policy. Another model needs `ar` (frozen), `device`, `from_pretrained`,
     `sample`, `compute_logprobs`, `decode`, and LoRA.TARGETS. height, width: pixels; None: the model's own."""
     def __init__(self, pipe, height, width, temperature=None, top_p=None, guidance=1.5, offload=False,
                  device="cpu"):
