@@ -13,7 +13,6 @@ One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRP
   5. make the tokens of better images likelier and those of worse ones less likely, clipped as in PPO
   6. log, keep pictures and a checkpoint
 Left out on purpose: loss masks (the image size sets the number of tokens), a value network, training the DiT.
-
     python grpo.py --group-size 4               # without a GPU: a toy learns colours in a minute
     torchrun --nproc-per-node 8 grpo.py --model zai-org/GLM-Image       # on 8 GPUs; on one: python grpo.py
 Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., n of them on one
@@ -25,6 +24,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors.torch import load_file, save_file
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of this GPU; how many
+LIMITS = {"sampler_gap": 1, "ratio_max": 100, "kl": 10, "grad_norm": 1000}     # a run beyond them is not well
 
 class Trouble(ValueError):
     """What the user can mend: `main` prints its one line, without a traceback."""
@@ -491,7 +491,8 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
             self.history.append({"step": step, **metrics, **self.train_step(*rollout)})     # 5.
             stop = self.stopped = max(gather([self.stopped]))       # all or none: they wait for each other
             RANK == 0 and self.keep()                               # 6. one does it for all
-            check(sum(row["skipped"] for row in self.history[-3:]) < 3, "no finite gradient for three steps")
+            ill = [(r["step"], k, r[k]) for r in self.history for k in LIMITS if not r[k] <= LIMITS[k]]
+            check(sum(r["skipped"] for r in self.history[-3:]) < 3, f"gradients not finite from {ill[:1]} on")
             if stop:
                 break
 
@@ -622,8 +623,7 @@ def prepare(args):      # checks the arguments, loads what they name, and only t
     check(all(map(math.isfinite, args.reward.values())), "--reward has a weight that is not finite")
     check(len(args.size) == 2 and not any(n % 32 or n < 1 for n in args.size), "--size: multiples of 32 only")
     P, G, B = args.batch_size, args.group_size, args.micro_batch_size
-    n = P * G // WORLD
-    check(P % WORLD == n % B == 0, f"{P} x {G} images on {WORLD} GPUs do not make micro-batches of {B}")
+    check(P % WORLD == (n := P * G // WORLD) % B == 0, f"{P} x {G} on {WORLD} GPUs: no micro-batches of {B}")
     check(args.resume or RANK or not Path(args.out, "checkpoint.pt").exists(), "--out is a run: --resume it")
     folder = next(path for path in (Path(args.out).absolute() / "_").parents if path.exists())
     check(folder.is_dir() and os.access(folder, os.W_OK), f"--out: cannot write into {folder}")
