@@ -382,7 +382,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=300, batch=16):     # fitted, superv
         tokens = torch.where(torch.rand(batch, 20) < 0.25, shown, torch.randint(64, (batch, 20)))   # [B, T]
         loss = (F.mse_loss(velocity, noise - latents) - wrapper.compute_logprobs(prompts, tokens)[0].mean()
                 + F.mse_loss(painted, F.interpolate(latents[:4], scale_factor=8)))
-        optimizer.zero_grad()
+        optimizer.zero_grad()       # losses: flow matching of the DiT, likelihood of the AR, pixels of the VAE
         loss.backward()
         optimizer.step()
     return pipe
@@ -507,7 +507,7 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
                 file.write(json.dumps(self.history[-1]) + "\n")
             shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
             tqdm.tqdm.write(" ".join(f"{key} {self.history[-1][key]:<8.3g}" for key in shown))
-        if [row["frac_zero_std"] for row in self.history[-10:]] == [1.0] * 10:
+        if step % 10 == 0 and [row["frac_zero_std"] for row in self.history[-10:]] == [1.0] * 10:
             tqdm.tqdm.write("warning: every group had equal rewards for ten steps: nothing is learned")
         if step % args.sample_every == 0 or step == args.steps:
             self.save_samples()
