@@ -382,7 +382,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=300, batch=16):     # fitted, superv
         tokens = torch.where(torch.rand(batch, 20) < 0.25, shown, torch.randint(64, (batch, 20)))   # [B, T]
         loss = (F.mse_loss(velocity, noise - latents) - wrapper.compute_logprobs(prompts, tokens)[0].mean()
                 + F.mse_loss(painted, F.interpolate(latents[:4], scale_factor=8)))
-        optimizer.zero_grad()       # losses: flow matching of the DiT, likelihood of the AR, pixels of the VAE
+        optimizer.zero_grad()      # losses: flow matching of the DiT, likelihood of the AR, pixels of the VAE
         loss.backward()
         optimizer.step()
     return pipe
