@@ -348,10 +348,9 @@ def make_pipeline():    # the real classes, 0.5 M random weights; of words it kn
         in_channels=3, out_channels=3, num_layers=1, attention_head_dim=16, num_attention_heads=4,
         text_embed_dim=32, time_embed_dim=32, condition_dim=8, prior_vq_quantizer_codebook_size=64)
     vae = diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8,) * 4, layers_per_block=0, latent_channels=3, norm_num_groups=1,
-        latents_mean=(0.,) * 3, latents_std=(1.,) * 3, mid_block_add_attention=False, use_quant_conv=False,
-        use_post_quant_conv=False)
+        3, 3, ("DownEncoderBlock2D",) * 4, ("UpDecoderBlock2D",) * 4, (8,) * 4, layers_per_block=0,
+        latent_channels=3, norm_num_groups=1, latents_mean=(0.,) * 3, latents_std=(1.,) * 3,
+        mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear")
     return diffusers.GlmImagePipeline(transformers.ByT5Tokenizer(), processor, t5, ar, vae, dit, scheduler)
 
@@ -390,22 +389,23 @@ def make_tiny_pipeline(seed=0, warmup_steps=300, batch=16):     # fitted, superv
 # --- The trainer, and the pictures it keeps -----------------------------------------------------------------
 def gather(rows):       # the rows of all GPUs, in the order of their ranks: a list -> a list
     parts = [rows] * WORLD
-    if WORLD > 1:
-        torch.distributed.all_gather_object(parts, rows)
+    WORLD > 1 and torch.distributed.all_gather_object(parts, rows)
     return sum(parts, [])
 
 def draw_grid(images, captions):    # images of one size in two rows, if that fits; captions of two lines
-    cells, font = [ImageOps.expand(i, (2, 2, 2, 34), "white") for i in images], ImageFont.load_default(12)
-    for cell, caption in zip(cells, captions):
-        ImageDraw.Draw(cell).text((cell.width // 2, cell.height - 17), caption, 0, font, "mm", align="center")
+    px = max(12, images[0].width // 20)                                             # height of a letter
+    cells, font = [ImageOps.expand(i, (2, 2, 2, 3 * px), "white") for i in images], ImageFont.load_default(px)
+    for c, caption in zip(cells, captions):
+        ImageDraw.Draw(c).text((c.width // 2, c.height - 3 * px // 2), caption, 0, font, "mm", align="center")
     return diffusers.utils.make_image_grid(cells, rows := 2 - len(cells) % 2, len(cells) // rows)
 
-def draw_progress(before, now, rewards):    # two pictures of one size beside the rewards of the steps, a line
-    (w, h), low, high, curve = now.size, min(rewards), max(rewards), Image.new("RGB", now.size, "white")
+def draw_progress(files, rewards):      # the first, middle and last of these pictures; the rewards as a curve
+    cells = {file.stem: Image.open(file) for file in (files[0], files[len(files) // 2], files[-1])}
+    (w, h), low, high = cells[files[0].stem].size, min(rewards), max(rewards)
     points = zip(np.linspace(0, w, len(rewards)), np.interp(rewards, (low, high), (h - 4, 4)))     # in pixels
-    ImageDraw.Draw(curve).line(list(points), "crimson", 3)
-    caption = f"mean reward of steps 1 to {len(rewards)}\n{low:.3f} to {high:.3f}"
-    return draw_grid([before, now, curve], ["before", "now", caption]).reduce(max(1, w // 700))
+    ImageDraw.Draw(curve := Image.new("RGB", (w, h), "white")).line(list(points), "crimson", w // 150)
+    cells[f"mean reward of steps 1 to {len(rewards)}\n{low:.3f} to {high:.3f}"] = curve
+    return draw_grid([*cells.values()], cells).reduce(max(1, w // 700))
 
 class GRPOTrainer:      # args as from `parse_args`; results go to args.out
     def __init__(self, args, wrapper, prompts, targets):
@@ -418,7 +418,7 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
                 self.lora.load(Path(args.init_adapter))
         self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
 
-    def rollout(self):      # 1. to 4. -> prompts, tokens, logprobs, allowed, advantages of n samples; metrics
+    def rollout(self):      # 1. to 3. -> n prompts, tokens, logprobs, allowed; the rewards of all N; metrics
         args, P, G = self.args, self.args.batch_size, self.args.group_size
         rng = torch.Generator().manual_seed(args.seed * 1_000_003 + len(self.history))  # seed and step alone
         order = torch.randperm(max(P, len(self.prompts)), generator=rng)[:P] % len(self.prompts)    # [P]
@@ -435,9 +435,8 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
         rewards = torch.stack([rewards, *parts.values()], 1).tolist()               # 3. score: [n, 1 + parts]
         with blame("another GPU has failed"):       # and no weight has moved: the checkpoint can be saved
             rewards, *raw = torch.tensor(gather(rewards)).T.contiguous()            # of all GPUs: [N] each
-        advantages = compute_advantages(rewards, G, args.scale_rewards)             # 4. compare: [N]
         groups, names = rewards.view(P, G), [Path(name).name for name in parts]
-        return prompts, tokens, logprobs, allowed, advantages.chunk(WORLD)[RANK], {
+        return prompts, tokens, logprobs, allowed, rewards, {
             "reward": sum(w * v.nanmean().nan_to_num().item() for w, v in zip(args.reward.values(), raw)),
             "reward_std": groups.std(1).mean().item(), "lr": args.lr,
             **{f"reward/{name}": values.nanmean().item() for name, values in zip(names, raw)},
@@ -483,14 +482,16 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
             self.optimizer.step()
         return norm
 
-    def train(self):        # the loop: rollout, update, keep, until args.steps are done or a signal has come
-        if RANK == 0 and not self.history:
-            self.keep()                                                             # before training
-        for step in tqdm.tqdm(range(len(self.history) + 1, self.args.steps + 1), disable=RANK > 0 or None):
-            *rollout, metrics = self.rollout()                                      # 1. to 4.
-            self.history.append({"step": step, **metrics, **self.train_step(*rollout)})     # 5.
+    def train(self):        # all of GRPO, until args.steps are done or a signal has come
+        args = self.args
+        RANK == 0 and not self.history and self.keep()              # before training
+        for step in tqdm.tqdm(range(len(self.history) + 1, args.steps + 1), disable=RANK > 0 or None):
+            *samples, rewards, metrics = self.rollout()             # 1. write, 2. paint, 3. score: [N]
+            advantages = compute_advantages(rewards, args.group_size, args.scale_rewards)   # 4. compare: [N]
+            metrics |= self.train_step(*samples, advantages.chunk(WORLD)[RANK])             # 5. update: [n]
+            self.history.append({"step": step, **metrics})
             stop = self.stopped = max(gather([self.stopped]))       # all or none: they wait for each other
-            RANK == 0 and self.keep()                               # 6. one does it for all
+            RANK == 0 and self.keep()                               # 6. log: one does it for all
             ill = [(r["step"], k, r[k]) for r in self.history for k in LIMITS if not r[k] <= LIMITS[k]]
             check(sum(r["skipped"] for r in self.history[-3:]) < 3, f"gradients not finite from {ill[:1]} on")
             if stop:
@@ -522,8 +523,8 @@ class GRPOTrainer:      # args as from `parse_args`; results go to args.out
         now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())])
         now.save(self.out / f"samples/step_{len(self.history):05d}.png")
         if self.history:
-            before = Image.open(self.out / "samples/step_00000.png")
-            draw_progress(before, now, [r["reward"] for r in self.history]).save(self.out / "progress.png")
+            files = sorted((self.out / "samples").glob("step_*.png"))
+            draw_progress(files, [r["reward"] for r in self.history]).save(self.out / "progress.png")
 
     def save_checkpoint(self):      # adapter/ to use elsewhere, checkpoint.pt to go on from
         self.lora.save(self.out / "adapter", self.args.model)
@@ -641,8 +642,7 @@ def prepare(args):      # checks the arguments, loads what they name, and only t
         top_p=args.top_p, guidance=args.guidance, device=device,
         offload=args.offload == "on" or args.offload == "auto" and scarce)
     trainer = GRPOTrainer(args, wrapper, prompts, targets)
-    if args.resume:
-        trainer.load_checkpoint(trainer.out / "checkpoint.pt")
+    args.resume and trainer.load_checkpoint(trainer.out / "checkpoint.pt")
     if RANK == 0:
         (trainer.out / "samples").mkdir(parents=True, exist_ok=True)
         (trainer.out / "args.json").write_text(json.dumps(vars(args), indent=2))

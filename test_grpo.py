@@ -55,6 +55,21 @@ def make_trainer(out, *argv):
     return grpo.GRPOTrainer(args, wrapper, ["a red fox", "some yellow thing here", "green"], targets)
 
 
+def rollout_of(trainer):
+    """What `train` itself hands to `train_step`: prompts, tokens, logprobs, allowed, advantages; then it is stopped."""
+    class Stop(Exception):
+        pass
+
+    def catch(*rollout):
+        raise Stop(rollout)
+
+    trainer.train_step, trainer.keep = catch, lambda: None
+    with pytest.raises(Stop) as stopped:
+        trainer.train()
+    del trainer.train_step, trainer.keep
+    return list(stopped.value.args[0])
+
+
 def make_real(device):
     """GLM-Image in its real sizes, with random bf16 weights, made on `device` and left on the CPU, and the toy's words.
     The sizes are the defaults of the classes, or stand here; VAE and text encoder are taken to be CogView4's and about
@@ -659,7 +674,7 @@ def test_offloading_changes_nothing_and_moves_once_per_phase(tmp_path):
         perturb(trainer.lora)
         decode = trainer.wrapper.decode
         trainer.wrapper.decode = lambda *a, decode=decode: pictures.append(decode(*a)) or pictures[-1]
-    rollouts = [trainer.rollout()[:-1] for trainer in (plain, other)]
+    rollouts = [rollout_of(trainer) for trainer in (plain, other)]
     assert moves == ["write", "paint", None]
     assert all(torch.equal(rollouts[0][i], rollouts[1][i]) for i in (1, 2, 4))
     assert [i.tobytes() for i in pictures[0]] == [i.tobytes() for i in pictures[1]]
@@ -885,7 +900,7 @@ def test_full_fine_tuning_is_a_plain_step_of_adamw(tmp_path, offload):
     argv = ["--kl-coef", "0.5", "--lr", "1e-3", "--micro-batch-size", "2", "--num-iterations", "2"]
     trainer, plain = make_trainer(tmp_path, *argv), make_wrapper(temperature=None)
     trainer.wrapper = grpo.GLMImageWrapper(trainer.wrapper.pipe, 128, 64, offload=offload)
-    *rollout, _ = train_all_weights(trainer).rollout()
+    rollout = rollout_of(train_all_weights(trainer))
     metrics = trainer.train_step(*rollout)
     prompts, tokens, _, allowed, advantages = rollout
     weights = [p.requires_grad_() for m in (plain.ar.model.language_model, plain.ar.lm_head) for p in m.parameters()]
@@ -915,7 +930,7 @@ def test_full_fine_tuning_adds_up_what_bf16_would_lose(tmp_path):
     trainer = make_trainer(tmp_path, "--lr", "1e-6")
     trainer.wrapper = grpo.GLMImageWrapper(trainer.wrapper.pipe, 128, 64)
     trainer.wrapper.ar.to(torch.bfloat16)
-    *rollout, _ = train_all_weights(trainer).rollout()
+    rollout = rollout_of(train_all_weights(trainer))
     trainer.train_step(*rollout)
     key = "model/language_model/layers/0/mlp/down_proj/weight"
     assert (trainer.lora.live[key][0] == trainer.lora.base[key]).float().mean() > 0.9      # all but the smallest
@@ -936,7 +951,7 @@ def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, argv):
     """nanochat's and others' does: each micro-batch was averaged on its own, or the last one counted alone."""
     trainer = make_trainer(tmp_path, "--lr", "0", "--max-grad-norm", "1e9", *argv)
     perturb(trainer.lora)
-    *rollout, _ = trainer.rollout()
+    rollout = rollout_of(trainer)
     grads = []
     for size in (1, 2, 8):
         trainer.args.micro_batch_size = size
@@ -948,11 +963,11 @@ def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, argv):
 def test_ratio_is_one_until_the_first_update(tmp_path):
     """With one update per rollout old is new: exactly 1. With two, the second sees a policy that has moved."""
     trainer = make_trainer(tmp_path, "--lr", "0.01")
-    *rollout, _ = trainer.rollout()
+    rollout = rollout_of(trainer)
     once = trainer.train_step(*rollout)
     assert once["ratio_max"] == once["ratio_mean"] == 1 and once["kl"] == 0 and once["sampler_gap"] < 1e-5
     trainer.args.num_iterations = 2
-    *rollout, _ = trainer.rollout()
+    rollout = rollout_of(trainer)
     twice = trainer.train_step(*rollout)
     assert twice["ratio_max"] > 1.001 and twice["kl"] > 0 and twice["sampler_gap"] < 1e-5
 
@@ -962,7 +977,7 @@ def test_truncated_sampling_starts_at_ratio_one(tmp_path):
     same masks: at the start the KL is 0. Both fail when one of the three passes forgets them."""
     trainer = make_trainer(tmp_path, "--top-p", "0.6", "--kl-coef", "0.1", "--lr", "0.01")
     for step in range(2):
-        *rollout, _ = trainer.rollout()
+        rollout = rollout_of(trainer)
         assert (rollout[3] != 255).any()
         metrics = trainer.train_step(*rollout)
         assert metrics["ratio_max"] == metrics["ratio_mean"] == 1 and metrics["sampler_gap"] < 1e-5
@@ -973,7 +988,7 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path):
     """With moved adapters the KL is that between the two policies already at the first update."""
     trainer = make_trainer(tmp_path, "--kl-coef", "0.1")
     perturb(trainer.lora)
-    prompts, tokens, logprobs, allowed, advantages, _ = trainer.rollout()
+    prompts, tokens, logprobs, allowed, advantages = rollout_of(trainer)
     with trainer.lora.disabled(), torch.no_grad():
         delta = trainer.wrapper.compute_logprobs(prompts, tokens)[0] - logprobs
     metrics = trainer.train_step(prompts, tokens, logprobs, allowed, advantages)
@@ -983,7 +998,7 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path):
 def test_a_gradient_that_is_no_number_reaches_no_weight(tmp_path):
     """Clipping would spread one NaN over all adapters, AdamW would keep it, and the next checkpoint replace a good one."""
     trainer = make_trainer(tmp_path)
-    *rollout, _ = trainer.rollout()
+    rollout = rollout_of(trainer)
     next(iter(trainer.lora.values())).register_hook(lambda grad: grad * math.nan)
     before = [p.detach().clone() for p in trainer.lora.values()]
     metrics = trainer.train_step(*rollout)
@@ -998,7 +1013,7 @@ def test_settings_reach_the_update(tmp_path, monkeypatch):
     trainer, calls, loss_function = make_trainer(tmp_path, *argv), [], grpo.compute_grpo_loss
     monkeypatch.setattr(grpo, "compute_grpo_loss", lambda *a, **k: calls.append(a[3:]) or loss_function(*a, **k))
     monkeypatch.setitem(grpo.REWARDS, "color", lambda images, *_: torch.arange(len(images)))
-    *rollout, _ = trainer.rollout()
+    rollout = rollout_of(trainer)
     metrics = trainer.train_step(*rollout)
     assert rollout[4].tolist() == [-1.5, -.5, .5, 1.5] * 2
     assert len(calls) == 3 * 2 and all(a[:2] == (0.3, 0.4) and a[2].shape == (4, 10) and a[3:] == (0.5, "sequence") for a in calls)
@@ -1010,7 +1025,7 @@ def test_settings_reach_the_update(tmp_path, monkeypatch):
 
 def test_the_gap_between_sampler_and_trainer_is_measured(tmp_path):
     trainer = make_trainer(tmp_path)
-    *rollout, _ = trainer.rollout()
+    rollout = rollout_of(trainer)
     rollout[2][5, 3] += 0.1
     assert trainer.train_step(*rollout)["sampler_gap"] == pytest.approx(0.1, rel=1e-3)
 
@@ -1037,10 +1052,10 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path, monkeypatch):
 
     monkeypatch.setitem(grpo.REWARDS, "color", spy)
     queue = torch.randperm(3, generator=torch.Generator().manual_seed(trainer.args.seed)).tolist()
-    prompts, tokens, logprobs, _, advantages, metrics = trainer.rollout()
+    prompts, tokens, logprobs, _, rewards, metrics = trainer.rollout()
     assert prompts == seen["prompts"] == [trainer.prompts[i] for i in queue[:2] for _ in range(4)]
     assert seen["targets"] == [i for i in queue[:2] for _ in range(4)]
-    assert torch.equal(advantages, grpo.compute_advantages(torch.arange(8.), 4))
+    assert torch.equal(rewards, torch.arange(8.))
     with torch.no_grad():
         again, _ = trainer.wrapper.compute_logprobs(prompts, tokens)
     assert (again - logprobs).abs().max() < 1e-5 and metrics["reward"] == 3.5 and metrics["frac_zero_std"] == 0
@@ -1159,7 +1174,7 @@ def test_an_adapter_to_begin_with(start, tmp_path):
     second = start("--out", f"{tmp_path}/b", "--init-adapter", f"{tmp_path}/a/adapter")
     assert all(torch.equal(a, b) for a, b in zip(first.lora.parameters(), second.lora.parameters()))
     assert second.history == [] and not second.optimizer.state
-    *rollout, _ = second.rollout()
+    rollout = rollout_of(second)
     assert second.train_step(*rollout)["kl"] > 1e-4
     for flags, word in ((["--lora-alpha", "8"], "alpha"), (["--lora-rank", "4"], "rank")):
         with pytest.raises(grpo.Trouble, match=word):
@@ -1173,9 +1188,9 @@ def test_an_adapter_to_begin_with(start, tmp_path):
 def test_the_log_shows_raw_rewards_also_under_group_norm(start):
     """The mean of z-scores is 0 whatever is learned: a log of that, and a curve of it, would say nothing."""
     trainer = start("--reward", "color=1,jpeg=0.5", "--reward-norm", "group")
-    *_, advantages, metrics = trainer.rollout()
+    *_, rewards, metrics = trainer.rollout()
     assert metrics["reward"] == pytest.approx(metrics["reward/color"] + 0.5 * metrics["reward/jpeg"]) and metrics["reward"] > 0.1
-    assert advantages.view(2, 4).mean(1).abs().max() < 1e-5 and metrics["reward_std/jpeg"] > 0
+    assert rewards.view(2, 4).mean(1).abs().max() < 1e-5 and metrics["reward_std/jpeg"] > 0
 
 
 def test_three_gradients_that_are_no_numbers_end_the_run(start, tmp_path):
