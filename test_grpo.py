@@ -1107,6 +1107,19 @@ def test_resume_is_bit_for_bit(start, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
+def test_progress_shows_before_half_way_now_and_the_curve(tmp_path):
+    """Two by two: the first, middle and last picture by number, not by age, and a curve that ends high where rewards do."""
+    for color, step in (("red", 0), ("lime", 10), ("blue", 20), ("cyan", 30), ("black", 100)):
+        Image.new("RGB", (300, 200), color).save(tmp_path / f"step_{step:05d}.png")
+    picture = grpo.draw_progress(sorted(tmp_path.glob("*.png")), [0.1, 0.2, 0.3, 0.9])
+    w, h = picture.width // 2, picture.height // 2
+    assert (w, h) == (304, 247)         # the letters are a twentieth of the width, their margin three of them
+    assert [picture.getpixel(at) for at in ((100, 100), (w + 100, 100), (100, h + 100))] == [(255, 0, 0), (0, 0, 255), (0, 0, 0)]
+    curve = np.array(picture.crop((w + 2, h + 2, 2 * w - 2, h + 202))).astype(int)
+    red = [(x, y) for y, x in zip(*np.where((curve[..., 0] > 150) & (curve[..., 1] < 100)))]
+    assert min(red)[1] > 180 > 20 > max(red, key=lambda at: (at[0], -at[1]))[1]
+
+
 def test_kept_pictures_have_their_own_number_of_steps(tmp_path, monkeypatch):
     trainer, steps = make_trainer(tmp_path, "--eval-decode-steps", "3", "--micro-batch-size", "2"), []
     decode = trainer.wrapper.decode
@@ -1919,6 +1932,42 @@ def test_readme_and_flags_agree():
     mentioned = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", (HERE / "README.md").read_text()))
     mentioned -= {"--nproc-per-node", "--nnodes", "--rdzv-endpoint"}        # torchrun's
     assert mentioned - flags == set() and flags - mentioned - {"--help"} == set()
+
+
+def test_readme_tells_the_defaults():
+    """Each flag has one row, with the defaults of the toy and of GLM-Image as the parser has them."""
+    cells = re.findall(r"^\| `(--[a-z-]+)` \| (.*?) ?\|", (HERE / "README.md").read_text(), re.MULTILINE)
+    told, checked = dict(cells), {"--model", "--resume", "--prompts", "--out"}       # these are told in words
+    assert len(told) == len(cells)
+    for column, tiny in ((0, True), (-1, False)):
+        flags = {}
+        grpo.add_flags(lambda name, *_, default=None, **kwargs: flags.update({name: default}), tiny)
+        for name in flags.keys() - {"-h", "--prompts", "--out"}:
+            value = told[name].split(" / ")[column].strip("` ")
+            if flags[name] is None:
+                assert told[name] in ("", "as `--clip-range`") or told[name].startswith("the model's own"), name
+            else:
+                assert value == flags[name] or float(value) == float(flags[name]), name
+            checked.add(name)
+    assert checked == told.keys()
+
+
+def test_links_and_numbers_of_the_readme():
+    """Line links go stale with the first line that is added above them; so do numbers of lines and of tests."""
+    text, lines = (HERE / "README.md").read_text(), (HERE / "grpo.py").read_text().splitlines()
+    links = re.findall(r"\[`([\w.]+)`\]\(grpo\.py#L(\d+)\)", text)
+    assert len(links) >= 10 and len(links) == text.count("grpo.py#L")
+    for name, number in links:
+        scope, _, last = name.rpartition(".")
+        assert re.match(rf"\s*(def|class) {last}\b", lines[int(number) - 1]), f"{name} is not at line {number}"
+        above = [line for line in lines[:int(number)] if line.startswith("class ")]
+        assert not scope or above[-1].startswith(f"class {scope}"), f"{name} is not at line {number}"
+    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)", text, re.MULTILINE)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
+    assert all((HERE / path).exists() for path in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text))
+    assert f"{len(lines)} lines" in text and f"- {len(BAD)} kinds of bad input" in text
+    arrows = [line.strip() for line in lines[:12] if "--" in line and ">" in line or "^---" in line]
+    assert arrows and all(line in text for line in arrows)          # the drawing is that of the file
 
 
 # ------------------------------------------------------------------------------------------------------------
