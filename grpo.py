@@ -6,39 +6,22 @@ writes visual tokens, a diffusion transformer (DiT, 7 B) paints them. Here the A
                  ^--------------- update: a clipped policy gradient <---------+
 
 One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRPOTrainer`:
-  1. the AR half, the policy, writes G sequences of tokens, its actions, for each of P prompts: P groups
+  1. the policy, AR + LoRA, writes G sequences for each of P prompts: P groups; each token is an action
   2. the frozen DiT paints them, all images of a group from the same noise
   3. any function scores the images; no gradient passes through it
   4. advantage: (reward - mean) / std of its own group; for that mean other methods train a value network
-  5. make the tokens of better images likelier and those of worse ones less likely, clipped as in PPO
+  5. make tokens of better images likelier and those of worse ones less: PPO's clip, a KL to the base model
   6. log, keep pictures and a checkpoint
 Left out on purpose: loss masks (the image size sets the number of tokens), a value network, training the DiT.
     python grpo.py --group-size 4               # without a GPU: a toy learns colours in a minute
-    torchrun --nproc-per-node 8 grpo.py --model zai-org/GLM-Image       # on 8 GPUs; on one: python grpo.py
-Axes: P prompts, G samples of each (a group), N = P * G samples, ordered p0 p0 .. p1 p1 .., n of them on one
-GPU, B at a time; L prompt tokens (padded on the left), T image tokens, V codes, D width of a model."""
+    torchrun --nproc-per-node 8 grpo.py --model zai-org/GLM-Image       # on 8 GPUs; on one: python ..
+Axes: P prompts, G samples of each (a group), N = P * G, ordered p0 p0 .. p1 p1 .., n of them on one GPU, B at
+a time to paint and learn; L prompt tokens, padded left; T image tokens, V codes that each can be; D width."""
 import argparse, contextlib, functools, io, json, math, os, re, runpy, signal, sys, time
 from pathlib import Path
 import diffusers, numpy as np, tokenizers, torch, torch.nn as nn, torch.nn.functional as F, tqdm, transformers
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors.torch import load_file, save_file
-
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of this GPU; how many
-LIMITS = {"sampler_gap": 1, "ratio_max": 100, "kl": 10, "grad_norm": 1000}     # a run beyond them is not well
-
-class Trouble(ValueError):
-    """What the user can mend: `main` prints its one line, without a traceback."""
-
-def check(ok, message):
-    if not ok:
-        raise Trouble(message)
-
-@contextlib.contextmanager
-def blame(what):        # whatever goes wrong inside becomes Trouble, with `what` in front
-    try:
-        yield
-    except Exception as error:
-        raise Trouble(f"{what}: {error if isinstance(error, (Trouble, OSError)) else repr(error)}") from error
 
 # --- The maths: pure functions of tensors -------------------------------------------------------------------
 def compute_advantages(rewards, group_size, scale="group"):
@@ -48,24 +31,25 @@ def compute_advantages(rewards, group_size, scale="group"):
     rewards = torch.as_tensor(rewards, dtype=torch.float32)                         # [N]
     check(group_size > 1 and len(rewards) % group_size == 0, f"{len(rewards)} are no groups of {group_size}")
     check(rewards.isfinite().all(), f"a reward is not a finite number: {rewards.tolist()}")
-    grouped = rewards.view(-1, group_size) - rewards[::group_size, None]    # [P, G]: equal ones are exactly 0
+    # less the first of its group: six times 0.3 has a float mean beside 0.3 and would get advantages of 0.03
+    grouped = rewards.view(-1, group_size) - rewards[::group_size, None]    # [P, G]; equal ones teach nothing
     stds = {"group": grouped.std(1, keepdim=True) + 1e-6, "batch": rewards.std() + 1e-6, "none": 1.0}
     check(scale in stds, f"scale is {scale!r}, but must be one of {', '.join(stds)}")
     return ((grouped - grouped.mean(1, keepdim=True)) / stds[scale]).flatten()      # [N]
 
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, clip_range_high=None,
                       ref_logprobs=None, kl_coef=0.0, importance="token"):
-    """PPO's clipped surrogate plus a price for leaving the reference -> (loss, metrics as plain floats).
+    """PPO's clipped surrogate (1707.06347) plus a price for leaving the reference -> (loss, {metric: float}).
         ratio = exp(new - old)
         loss  = -mean(min(ratio * A, clip(ratio, low, high) * A)) + kl_coef * mean(k3)
-        k3    = exp(ref - new) - (ref - new) - 1       unbiased for the KL and never negative (Schulman, 2020)
+        k3    = exp(ref - new) - (ref - new) - 1       estimates KL(new, ref), never below 0 (Schulman, 2020)
     Log-probs are [N] (of sequences) or [N, T] (of tokens), advantages [N]; only new_logprobs gets a gradient.
-    high is 1 + clip_range_high, if given (DAPO, 2503.14476). "sequence": one ratio each (GSPO, 2507.18071).
+    high: 1 + clip_range_high (DAPO, 2503.14476). "sequence": ratio = exp(mean(new - old)) (GSPO, 2507.18071).
     Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert
     and policy_loss is -mean(A), 0 over a step. Its gradient is not: it is REINFORCE's, of -mean(A * new)."""
     ref = (new_logprobs if ref_logprobs is None else ref_logprobs).detach()
     new, old, ref = (x.float().reshape(len(x), -1) for x in (new_logprobs, old_logprobs.detach(), ref))
-    A = advantages.detach().float()[:, None]                    # [N, 1], others [N, T]; T = 1 for sequences
+    A = advantages.detach().float()[:, None]            # [N, 1]; the others [N, T], with T = 1 for sequences
     ratio = {"token": new - old, "sequence": (new - old).mean(1, keepdim=True)}[importance].exp()  # or [N, 1]
     low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
     policy_loss = -torch.min(ratio * A, ratio.clamp(low, high) * A).mean()  # a loss of your own goes here
@@ -82,18 +66,18 @@ def compute_policy_logprobs(logits, temperature, codebook_size, allowed=None):
     logits = logits[..., :codebook_size].float() / temperature      # [..., V]: all that the DiT can paint
     return F.log_softmax(logits if allowed is None else logits.masked_fill(~allowed, -math.inf), dim=-1)
 
+# --- Rewards ------------------------------------------------------------------------------------------------
+# fn(images: list[PIL.Image], prompts: list[str], targets: list[PIL.Image or None]) -> N numbers, higher is
+# better, None is no opinion. Nothing is differentiated, so any function will do: --reward my_rewards.py:name
+COLORS = {"red": (1, 0, 0), "orange": (1, .6, 0), "yellow": (1, 1, 0), "green": (0, 1, 0), "blue": (0, 0, 1),
+          "purple": (.6, 0, 1), "white": (1, 1, 1), "black": (0, 0, 0)}
+
 def pil_to_tensor(images):      # PIL images of one size -> [N, 3, H, W], float in 0..1
     return torch.stack([torch.from_numpy(np.array(i.convert("RGB"))) for i in images]).movedim(-1, 1) / 255
 
 def tensor_to_pil(tensor):      # [N, 3, H, W], float in 0..1 -> PIL images; the exact inverse
     array = (tensor.float().clamp(0, 1) * 255).round().byte().movedim(1, -1).cpu().numpy()  # [N, H, W, 3]
     return [Image.fromarray(image) for image in array]
-
-# --- Rewards ------------------------------------------------------------------------------------------------
-# fn(images: list[PIL.Image], prompts: list[str], targets: list[PIL.Image or None]) -> N numbers, higher is
-# better, None is no opinion. Nothing is differentiated, so any function will do: --reward my_rewards.py:name
-COLORS = {"red": (1, 0, 0), "orange": (1, .6, 0), "yellow": (1, 1, 0), "green": (0, 1, 0), "blue": (0, 0, 1),
-          "purple": (.6, 0, 1), "white": (1, 1, 1), "black": (0, 0, 0)}
 
 def reward_color(images, prompts, targets=None):    # 1 - |mean colour - first colour the prompt names|: 0..1
     words = [next((w for w in re.findall("[a-z]+", p.lower()) if w in COLORS), None) for p in prompts]
@@ -191,15 +175,15 @@ def build_position_ids(attention_mask, grids):
         start = start + max(h, w)
     return torch.cat(parts, dim=2)
 
-def capture(step):      # its kernels as a CUDA graph: one launch in place of some thousands
+def capture(step):      # records, without running it, its kernels: one launch in place of some thousands
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     return graph.replay
 
 class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy. Another model needs `ar` (frozen), `device`, `from_pretrained`,
-    `sample`, `compute_logprobs`, `decode`, and LoRA.TARGETS. height, width: pixels; None: the model's own."""
+    """A `GlmImagePipeline` as a policy. height, width: pixels; temperature, top_p: None is the model's own.
+    Another one needs `ar`, `device`, LoRA.TARGETS that fit, all methods but `place`, `encode`, `forward`."""
     def __init__(self, pipe, height, width, temperature=None, top_p=None, guidance=1.5, offload=False,
                  device="cpu"):
         self.pipe, self.ar, self.device = pipe, pipe.vision_language_encoder, torch.device(device)
@@ -209,7 +193,7 @@ class GLMImageWrapper:
         self.codebook_size = pipe.transformer.config.prior_vq_quantizer_codebook_size
         torch.backends.cuda.enable_cudnn_sdp(False)         # its gradients can be NaN (pytorch #196678)
         pipe.set_progress_bar_config(disable=True)
-        pipe.vae.to(memory_format=torch.channels_last)      # faster
+        pipe.vae.to(memory_format=torch.channels_last)      # a sixth off the painting
         self.ar.model.language_model.activation_checkpointing_enable()
         self.ar.eval().requires_grad_(False)        # eval: dropout would score the same tokens differently
         phases = {"write": (self.ar.model.language_model, self.ar.lm_head),     # the vision tower is in none:
@@ -231,13 +215,14 @@ class GLMImageWrapper:
     def place(self, phase=None):    # offloading; what leaves is not copied back: frozen weights never change
         if phase == self.phase:
             return
-        for name in sorted(self.homes, key=lambda name: name == phase):   # the one that comes is last
+        for name in sorted(self.homes, key=lambda name: name == phase):   # out before in: both may not fit
             for tensor, home in self.homes[name]:
                 tensor.data = home.to(self.device, non_blocking=True) if name == phase else home
             torch.cuda.empty_cache()
         self.phase = phase
 
-    def encode(self, prompts):      # -> ids [B, L], mask [B, L + T], position_ids [3, B, L + T]
+    def encode(self, prompts):      # and "write" -> ids [B, L], mask [B, L + T], position_ids [3, B, L + T]
+        self.place("write")
         chats = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
         inputs = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
@@ -259,21 +244,20 @@ class GLMImageWrapper:
     def sample(self, prompts, group_size, seeds):
         """P prompts, a seed for each -> tokens [N, T] (draft, then large grid), logprobs [N, T], allowed
         [N, T, V / 8] in bits. `generate` would mix up the grids of prompts, end early and cut to 50 codes."""
-        self.place("write")
         ids, mask, position_ids = self.encode(prompts)              # [P, L], [P, L + T], [3, P, L + T]
         L, T = ids.shape[1], mask.shape[1] - ids.shape[1]
-        cache = transformers.StaticCache(self.ar.config.text_config, L + T)     # read once for a whole group
-        self.forward(ids[:, :-1], mask, position_ids[:, :, :L - 1], 1, cache)
+        cache = transformers.StaticCache(self.ar.config.text_config, L + T)
+        self.forward(ids[:, :-1], mask, position_ids[:, :, :L - 1], 1, cache)   # read once for a whole group
         rows = torch.arange(len(prompts)).repeat_interleave(group_size)             # [N]: 0 0 .. 1 1 ..
         cache.reorder_cache(rows)
-        tokens, mask, position_ids = F.pad(ids[rows], (0, T)), mask[rows], position_ids[:, rows]
+        ids, mask, position_ids = F.pad(ids[rows], (0, T)), mask[rows], position_ids[:, rows]   # [N, L + T]
         logprobs = torch.zeros(mask.shape, device=self.device)                                  # [N, L + T]
-        allowed = torch.ones(*tokens.shape, self.codebook_size, dtype=torch.bool, device=self.device)
+        allowed = torch.ones(*ids.shape, self.codebook_size, dtype=torch.bool, device=self.device)
         draws = torch.empty(len(prompts), group_size, self.codebook_size, device=self.device)   # [P, G, V]
         columns, at = torch.arange(L + T, device=self.device), torch.tensor([L - 1], device=self.device)
         def step():     # reads column `at`, writes the next, at fixed addresses: a CUDA graph can replay it
             visible = (mask & (columns <= at))[:, None, None]                       # [N, 1, 1, L + T]
-            logits = self.forward(tokens[:, at], visible, position_ids[:, :, at], 1, cache)[:, 0]
+            logits = self.forward(ids[:, at], visible, position_ids[:, :, at], 1, cache)[:, 0]
             # The trap of top-p: drawn from the nucleus but scored by the whole softmax, a ratio is off by the
             # mass cut away; and cut anew, once the policy has moved, the nucleus is another. So the masks are
             # kept, and new, old and reference log-probs taken under them ("keep sampling mask", 2512.02556).
@@ -283,17 +267,17 @@ class GLMImageWrapper:
             # argmax(p / Exponential(1)) draws from p, the Gumbel-max trick, without waiting for the CPU
             code = (logp - draws.flatten(0, 1).clamp(min=1e-30).log()).argmax(1, keepdim=True)      # [N, 1]
             at.add_(1)
-            tokens[:, at], logprobs[:, at], allowed[:, at] = code, logp.gather(1, code), nucleus[:, None]
+            ids[:, at], logprobs[:, at], allowed[:, at] = code, logp.gather(1, code), nucleus[:, None]
         generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]     # one per group
         for i in range(T):
             for group_draws, generator in zip(draws, generators):
                 group_draws.exponential_(generator=generator)
             step()
             step = capture(step) if i == 0 and self.device.type == "cuda" else step
-        return tokens[:, L:].cpu(), logprobs[:, L:].cpu(), np.packbits(allowed[:, L:].cpu().numpy(), axis=-1)
+        return ids[:, L:].cpu(), logprobs[:, L:].cpu(), np.packbits(allowed[:, L:].cpu().numpy(), axis=-1)
 
-    def compute_logprobs(self, prompts, tokens, allowed=None):  # teacher forcing -> log-probs, entropy [B, T]
-        self.place("write")
+    def compute_logprobs(self, prompts, tokens, allowed=None):
+        """Teacher forcing: tokens [B, T], allowed (None: all) -> log-probs, entropy in nats, both [B, T]."""
         ids, mask, position_ids = self.encode(prompts)              # [B, L], [B, L + T], [3, B, L + T]
         tokens = tokens.to(self.device)                                             # [B, T]
         if allowed is not None:
@@ -325,6 +309,167 @@ class GLMImageWrapper:
         """P prompts, a seed for each -> N PIL images, and what `sample` gave: tokens, logprobs, allowed."""
         tokens, logprobs, allowed = self.sample(prompts, group_size, seeds)
         return self.decode(prompts, tokens, seeds, decode_steps, micro_batch_size), tokens, logprobs, allowed
+
+# --- The trainer, and the pictures it keeps -----------------------------------------------------------------
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of this GPU; how many
+LIMITS = {"sampler_gap": 1, "ratio_max": 100, "kl": 10, "grad_norm": 1000}  # beyond: named if updates fail
+def gather(rows):       # the rows of all GPUs, in the order of their ranks: a list -> a list
+    parts = [rows] * WORLD
+    WORLD > 1 and torch.distributed.all_gather_object(parts, rows)
+    return sum(parts, [])
+
+def draw_grid(images, captions):    # images of one size in two rows, if that fits; captions of two lines
+    px = max(12, images[0].width // 20)                                             # height of a letter
+    cells, font = [ImageOps.expand(i, (2, 2, 2, 3 * px), "white") for i in images], ImageFont.load_default(px)
+    for c, caption in zip(cells, captions):
+        ImageDraw.Draw(c).text((c.width // 2, c.height - 3 * px // 2), caption, 0, font, "mm", align="center")
+    return diffusers.utils.make_image_grid(cells, rows := 2 - len(cells) % 2, len(cells) // rows)
+
+def draw_progress(files, rewards):      # the first, middle and last of these pictures; the rewards as a curve
+    cells = {file.stem: Image.open(file) for file in (files[0], files[len(files) // 2], files[-1])}
+    (w, h), low, high = cells[files[0].stem].size, min(rewards), max(rewards)
+    points = zip(np.linspace(0, w, len(rewards)), np.interp(rewards, (low, high), (h - 4, 4)))     # in pixels
+    ImageDraw.Draw(curve := Image.new("RGB", (w, h), "white")).line(list(points), "crimson", w // 150)
+    cells[f"mean reward of steps 1 to {len(rewards)}\n{low:.3f} to {high:.3f}"] = curve
+    return draw_grid([*cells.values()], cells).reduce(max(1, w // 700))
+
+class GRPOTrainer:
+    """args as from `parse_args`, prompts and targets as from `load_prompts`; results go to args.out."""
+    def __init__(self, args, wrapper, prompts, targets):
+        self.args, self.wrapper, self.prompts, self.targets = args, wrapper, prompts, targets
+        self.out, self.history, self.stopped = Path(args.out), [], 0    # history: the metrics of each step
+        torch.manual_seed(args.seed)                                    # for LoRA's first weights
+        self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha).to(wrapper.device)
+        if args.init_adapter and not args.resume:       # the reference is still the model without it
+            with blame(f"--init-adapter {args.init_adapter}"):
+                self.lora.load(Path(args.init_adapter))
+        self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
+
+    def train(self):        # all of GRPO, until args.steps are done or a signal has come
+        args = self.args
+        RANK == 0 and not self.history and self.keep()              # before training
+        for step in tqdm.tqdm(range(len(self.history) + 1, args.steps + 1), disable=RANK > 0 or None):
+            *samples, rewards, metrics = self.rollout()             # 1. write, 2. paint, 3. score
+            advantages = compute_advantages(rewards, args.group_size, args.scale_rewards)   # 4. compare: [N]
+            metrics |= self.train_step(*samples, advantages.chunk(WORLD)[RANK])             # 5. update
+            self.history += [{"step": step, **metrics, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}]
+            stop = self.stopped = max(gather([self.stopped]))       # all or none: they wait for each other
+            RANK == 0 and self.keep()                               # 6. log: one does it for all
+            ill = [(r["step"], k, r[k]) for r in self.history for k in LIMITS if not r[k] <= LIMITS[k]]
+            check(sum(r["skipped"] for r in self.history[-3:]) < 3, f"gradients not finite, since {ill[:1]}")
+            if stop:
+                break
+
+    def rollout(self):      # 1. to 3. -> n prompts, tokens, logprobs, allowed; the rewards of all N; metrics
+        args, P, G, wrapper = self.args, self.args.batch_size, self.args.group_size, self.wrapper
+        rng = torch.Generator().manual_seed(args.seed * 1_000_003 + len(self.history))  # seed and step alone
+        order = torch.randperm(max(P, len(self.prompts)), generator=rng)[:P] % len(self.prompts)    # [P]
+        seeds = torch.randint(2**31, (P,), generator=rng)                           # [P], one for each group
+        order, seeds = order.chunk(WORLD)[RANK], seeds.chunk(WORLD)[RANK].tolist()  # the share of this GPU
+        transformers.set_seed(seeds[0])                     # the global generators, for rewards that use them
+        drawn, start = [self.prompts[i] for i in order], time.perf_counter()
+        tokens, logprobs, allowed = wrapper.sample(drawn, G, seeds)                 # 1. write: [n, T] each
+        written = time.perf_counter()
+        images = wrapper.decode(drawn, tokens, seeds, args.decode_steps, args.micro_batch_size)   # 2. paint
+        painted = time.perf_counter()
+        prompts, targets = ([x[i] for i in order for _ in range(G)] for x in (self.prompts, self.targets))
+        total, parts = compute_rewards(images, prompts, targets, args.reward, G, args.reward_norm)
+        table = torch.stack([total, *parts.values()], 1).tolist()                   # 3. score: [n, 1 + parts]
+        with blame("another GPU has failed"):       # and no weight has moved: the checkpoint can be saved
+            rewards, *raw = torch.tensor(gather(table)).T.contiguous()              # of all GPUs: [N] each
+        groups, names = rewards.view(P, G), [Path(name).name for name in parts]
+        return prompts, tokens, logprobs, allowed, rewards, {
+            "reward": sum(w * v.nanmean().nan_to_num().item() for w, v in zip(args.reward.values(), raw)),
+            "reward_std": groups.std(1).mean().item(), "lr": args.lr,
+            **{f"reward/{name}": values.nanmean().item() for name, values in zip(names, raw)},
+            **{f"reward_std/{name}": np.nanstd(values).item() for name, values in zip(names, raw)},
+            "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
+            "sec_rollout": written - start, "tokens_per_sec": WORLD * tokens.numel() / (written - start),
+            "sec_decode": painted - written, "sec_reward": time.perf_counter() - painted}
+
+    def train_step(self, prompts, tokens, logprobs, allowed, advantages):   # 5., on one rollout -> metrics
+        args, rows, norms, old_logprobs, ref_logprobs, start = self.args, [], [], {}, {}, time.perf_counter()
+        chunks = [slice(i, i + args.micro_batch_size) for i in range(0, len(tokens), args.micro_batch_size)]
+        logp_of = lambda chunk: self.wrapper.compute_logprobs(prompts[chunk], tokens[chunk], allowed[chunk])
+        if args.kl_coef:
+            with self.lora.disabled(), torch.no_grad():
+                ref_logprobs = {chunk.start: logp_of(chunk)[0] for chunk in chunks} # [B, T] each
+        for _ in range(args.num_iterations):
+            self.optimizer.zero_grad()
+            for chunk in chunks:
+                new, entropy = logp_of(chunk)                                       # [B, T] each
+                # The trap of bf16: sampler and trainer round differently, exp(new - logprobs) is not 1, maybe
+                # even clipped, before any update. So old is the trainer's own first pass; the gap is logged
+                old = old_logprobs.setdefault(chunk.start, new.detach())            # [B, T]
+                loss, metrics = compute_grpo_loss(
+                    new, old, advantages[chunk].to(new.device), args.clip_range, args.clip_range_high,
+                    ref_logprobs.get(chunk.start), args.kl_coef, args.importance)
+                (loss * len(new) / len(tokens) / WORLD).backward()  # so that B and GPUs change no gradient
+                gap = (logprobs[chunk].to(new.device) - old).abs().max()
+                rows.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
+            norms.append(self.update())
+        rows = gather(rows)
+        metrics = {key: max(row[key] for row in rows) if key in ("ratio_max", "sampler_gap")
+                   else np.mean([row[key] for row in rows]).item() for key in rows[0]}
+        return {**metrics, "grad_norm": np.max(norms).item(), "skipped": int(not np.isfinite(norms).all()),
+                "sec_update": time.perf_counter() - start}
+
+    def update(self):       # one AdamW step on the gradients of all GPUs, clipped -> their norm before
+        grads = [p.grad for p in self.lora.values()]
+        if WORLD > 1:
+            flat = nn.utils.parameters_to_vector(grads)     # one message instead of hundreds
+            torch.distributed.all_reduce(flat)              # the sum: each GPU has its share of the samples
+            nn.utils.vector_to_parameters(flat, grads)
+        norm = nn.utils.clip_grad_norm_(self.lora.values(), self.args.max_grad_norm).item()
+        if math.isfinite(norm):                             # AdamW would never forget one that is not
+            self.optimizer.step()
+        return norm
+
+    def stop(self, number, frame):      # Ctrl-C, SIGTERM: finish the step, save, end. A second one kills.
+        self.stopped = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def keep(self):     # step 6: the log, and now and then pictures and a checkpoint
+        step, args = len(self.history), self.args
+        if step:
+            with open(self.out / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(self.history[-1]) + "\n")
+            shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
+            tqdm.tqdm.write(" ".join(f"{key} {self.history[-1][key]:<8.3g}" for key in shown))
+        if step % 10 == 0 and [row["frac_zero_std"] for row in self.history[-10:]] == [1.0] * 10:
+            tqdm.tqdm.write("warning: every group had equal rewards for ten steps: only the KL acts")
+        if step % args.sample_every == 0 or step == args.steps:
+            self.save_samples()
+        if step % args.save_every == 0 or step == args.steps or self.stopped:
+            self.save_checkpoint()
+
+    def save_samples(self):     # fixed prompts and seeds: from picture to picture only the policy differs
+        prompts, args = self.prompts[:8], self.args
+        settings = args.eval_decode_steps, args.micro_batch_size
+        images, *_ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)), *settings)
+        rewards, _ = compute_rewards(images, prompts, self.targets[:8], args.reward)    # [8]
+        now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())])
+        now.save(self.out / f"samples/step_{len(self.history):05d}.png")
+        if self.history:
+            files = sorted((self.out / "samples").glob("step_*.png"))
+            draw_progress(files, [r["reward"] for r in self.history]).save(self.out / "progress.png")
+
+    def save_checkpoint(self):      # adapter/ to use elsewhere, checkpoint.pt to go on from
+        self.lora.save(self.out / "adapter", self.args.model)
+        state = {"step": len(self.history), "history": self.history, "adapter": self.lora.state_dict(),
+                 "optimizer": self.optimizer.state_dict(), "args": vars(self.args), "prompts": self.prompts}
+        with open(self.out / "checkpoint.tmp", "wb") as file:
+            torch.save(state, file)
+        (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")       # never half written
+
+    def load_checkpoint(self, path):    # weights, optimizer and history go on
+        with blame(f"--resume: {path} does not go on with this run"):
+            state = torch.load(path, map_location="cpu", weights_only=True)     # data, never code
+            check(state["prompts"] == self.prompts, f"the prompts in {self.args.prompts} have changed since")
+            self.lora.load_state_dict(state["adapter"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.history = state["history"]
+            check(len(self.history) < self.args.steps, "it is finished; a larger --steps would go on")
 
 # --- The same without the download: tiny, for a laptop ------------------------------------------------------
 def make_pipeline():    # the real classes, 0.5 M random weights; of words it knows COLORS, else <unk>
@@ -386,164 +531,21 @@ def make_tiny_pipeline(seed=0, warmup_steps=300, batch=16):     # fitted, superv
         optimizer.step()
     return pipe
 
-# --- The trainer, and the pictures it keeps -----------------------------------------------------------------
-def gather(rows):       # the rows of all GPUs, in the order of their ranks: a list -> a list
-    parts = [rows] * WORLD
-    WORLD > 1 and torch.distributed.all_gather_object(parts, rows)
-    return sum(parts, [])
-
-def draw_grid(images, captions):    # images of one size in two rows, if that fits; captions of two lines
-    px = max(12, images[0].width // 20)                                             # height of a letter
-    cells, font = [ImageOps.expand(i, (2, 2, 2, 3 * px), "white") for i in images], ImageFont.load_default(px)
-    for c, caption in zip(cells, captions):
-        ImageDraw.Draw(c).text((c.width // 2, c.height - 3 * px // 2), caption, 0, font, "mm", align="center")
-    return diffusers.utils.make_image_grid(cells, rows := 2 - len(cells) % 2, len(cells) // rows)
-
-def draw_progress(files, rewards):      # the first, middle and last of these pictures; the rewards as a curve
-    cells = {file.stem: Image.open(file) for file in (files[0], files[len(files) // 2], files[-1])}
-    (w, h), low, high = cells[files[0].stem].size, min(rewards), max(rewards)
-    points = zip(np.linspace(0, w, len(rewards)), np.interp(rewards, (low, high), (h - 4, 4)))     # in pixels
-    ImageDraw.Draw(curve := Image.new("RGB", (w, h), "white")).line(list(points), "crimson", w // 150)
-    cells[f"mean reward of steps 1 to {len(rewards)}\n{low:.3f} to {high:.3f}"] = curve
-    return draw_grid([*cells.values()], cells).reduce(max(1, w // 700))
-
-class GRPOTrainer:      # args as from `parse_args`; results go to args.out
-    def __init__(self, args, wrapper, prompts, targets):
-        self.args, self.wrapper, self.prompts, self.targets = args, wrapper, prompts, targets
-        self.out, self.history, self.stopped = Path(args.out), [], 0    # history: the metrics of each step
-        torch.manual_seed(args.seed)                                    # for LoRA's first weights
-        self.lora = LoRA(wrapper.ar, args.lora_rank, args.lora_alpha).to(wrapper.device)
-        if args.init_adapter and not args.resume:       # the reference is still the model without it
-            with blame(f"--init-adapter {args.init_adapter}"):
-                self.lora.load(Path(args.init_adapter))
-        self.optimizer = torch.optim.AdamW(self.lora.parameters(), lr=args.lr, weight_decay=0.0)
-
-    def rollout(self):      # 1. to 3. -> n prompts, tokens, logprobs, allowed; the rewards of all N; metrics
-        args, P, G = self.args, self.args.batch_size, self.args.group_size
-        rng = torch.Generator().manual_seed(args.seed * 1_000_003 + len(self.history))  # seed and step alone
-        order = torch.randperm(max(P, len(self.prompts)), generator=rng)[:P] % len(self.prompts)    # [P]
-        seeds = torch.randint(2**31, (P,), generator=rng)                           # [P], one for each group
-        order, seeds = order.chunk(WORLD)[RANK], seeds.chunk(WORLD)[RANK].tolist()  # the share of this GPU
-        transformers.set_seed(seeds[0])                     # the global generators, for rewards that use them
-        prompts, start = [self.prompts[i] for i in order], time.perf_counter()
-        tokens, logprobs, allowed = self.wrapper.sample(prompts, G, seeds)          # 1. write: [n, T] each
-        written = time.perf_counter()
-        images = self.wrapper.decode(prompts, tokens, seeds, args.decode_steps, args.micro_batch_size)
-        painted = time.perf_counter()                                               # 2. paint: n images
-        prompts, targets = ([x[i] for i in order for _ in range(G)] for x in (self.prompts, self.targets))
-        rewards, parts = compute_rewards(images, prompts, targets, args.reward, G, args.reward_norm)
-        rewards = torch.stack([rewards, *parts.values()], 1).tolist()               # 3. score: [n, 1 + parts]
-        with blame("another GPU has failed"):       # and no weight has moved: the checkpoint can be saved
-            rewards, *raw = torch.tensor(gather(rewards)).T.contiguous()            # of all GPUs: [N] each
-        groups, names = rewards.view(P, G), [Path(name).name for name in parts]
-        return prompts, tokens, logprobs, allowed, rewards, {
-            "reward": sum(w * v.nanmean().nan_to_num().item() for w, v in zip(args.reward.values(), raw)),
-            "reward_std": groups.std(1).mean().item(), "lr": args.lr,
-            **{f"reward/{name}": values.nanmean().item() for name, values in zip(names, raw)},
-            **{f"reward_std/{name}": np.nanstd(values).item() for name, values in zip(names, raw)},
-            "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
-            "sec_rollout": written - start, "tokens_per_sec": WORLD * tokens.numel() / (written - start),
-            "sec_decode": painted - written, "sec_reward": time.perf_counter() - painted}
-
-    def train_step(self, prompts, tokens, logprobs, allowed, advantages):   # 5., on one rollout -> metrics
-        args, rows, old_logprobs, ref_logprobs, start = self.args, [], {}, {}, time.perf_counter()
-        chunks = [slice(i, i + args.micro_batch_size) for i in range(0, len(tokens), args.micro_batch_size)]
-        score = lambda chunk: self.wrapper.compute_logprobs(prompts[chunk], tokens[chunk], allowed[chunk])
-        if args.kl_coef:
-            with self.lora.disabled(), torch.no_grad():
-                ref_logprobs = {chunk.start: score(chunk)[0] for chunk in chunks}   # [B, T] each
-        for _ in range(args.num_iterations):
-            self.optimizer.zero_grad()
-            for chunk in chunks:
-                new, entropy = score(chunk)                                         # [B, T] each
-                # old is that of the first pass, not the sampler's: in bf16 they differ by up to sampler_gap
-                old = old_logprobs.setdefault(chunk.start, new.detach())            # [B, T]
-                loss, metrics = compute_grpo_loss(
-                    new, old, advantages[chunk].to(new.device), args.clip_range, args.clip_range_high,
-                    ref_logprobs.get(chunk.start), args.kl_coef, args.importance)
-                (loss * len(new) / len(tokens) / WORLD).backward()  # all chunks of all GPUs: the mean
-                gap = (logprobs[chunk].to(new.device) - old).abs().max()
-                rows.append({**metrics, "entropy": entropy.mean().item(), "sampler_gap": gap.item()})
-            norm = self.update()
-        rows = gather(rows)
-        metrics = {key: max(row[key] for row in rows) if key in ("ratio_max", "sampler_gap")
-                   else np.mean([row[key] for row in rows]).item() for key in rows[0]}
-        return {**metrics, "grad_norm": norm, "skipped": int(not math.isfinite(norm)), "sec_update":
-                time.perf_counter() - start, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-
-    def update(self):       # one AdamW step on the gradients of all GPUs, clipped -> their norm before
-        grads = [p.grad for p in self.lora.values()]
-        if WORLD > 1:
-            flat = nn.utils.parameters_to_vector(grads)     # one message instead of hundreds
-            torch.distributed.all_reduce(flat)              # the sum: each GPU has its share of the samples
-            nn.utils.vector_to_parameters(flat, grads)
-        norm = nn.utils.clip_grad_norm_(self.lora.values(), self.args.max_grad_norm).item()
-        if math.isfinite(norm):                             # AdamW would never forget one that is not
-            self.optimizer.step()
-        return norm
-
-    def train(self):        # all of GRPO, until args.steps are done or a signal has come
-        args = self.args
-        RANK == 0 and not self.history and self.keep()              # before training
-        for step in tqdm.tqdm(range(len(self.history) + 1, args.steps + 1), disable=RANK > 0 or None):
-            *samples, rewards, metrics = self.rollout()             # 1. write, 2. paint, 3. score: [N]
-            advantages = compute_advantages(rewards, args.group_size, args.scale_rewards)   # 4. compare: [N]
-            metrics |= self.train_step(*samples, advantages.chunk(WORLD)[RANK])             # 5. update: [n]
-            self.history.append({"step": step, **metrics})
-            stop = self.stopped = max(gather([self.stopped]))       # all or none: they wait for each other
-            RANK == 0 and self.keep()                               # 6. log: one does it for all
-            ill = [(r["step"], k, r[k]) for r in self.history for k in LIMITS if not r[k] <= LIMITS[k]]
-            check(sum(r["skipped"] for r in self.history[-3:]) < 3, f"gradients not finite from {ill[:1]} on")
-            if stop:
-                break
-
-    def stop(self, number, frame):      # Ctrl-C, SIGTERM: finish the step, save, end. A second one kills.
-        self.stopped = number
-        signal.signal(number, signal.SIG_DFL)
-
-    def keep(self):     # step 6: the log, and now and then pictures and a checkpoint
-        step, args = len(self.history), self.args
-        if step:
-            with open(self.out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(self.history[-1]) + "\n")
-            shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
-            tqdm.tqdm.write(" ".join(f"{key} {self.history[-1][key]:<8.3g}" for key in shown))
-        if step % 10 == 0 and [row["frac_zero_std"] for row in self.history[-10:]] == [1.0] * 10:
-            tqdm.tqdm.write("warning: every group had equal rewards for ten steps: nothing is learned")
-        if step % args.sample_every == 0 or step == args.steps:
-            self.save_samples()
-        if step % args.save_every == 0 or step == args.steps or self.stopped:
-            self.save_checkpoint()
-
-    def save_samples(self):     # fixed prompts and seeds: from picture to picture only the policy differs
-        prompts, args = self.prompts[:8], self.args
-        settings = args.eval_decode_steps, args.micro_batch_size
-        images, *_ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)), *settings)
-        rewards, _ = compute_rewards(images, prompts, self.targets[:8], args.reward)    # [8]
-        now = draw_grid(images, [f"{p[:20]}\n{r:.3f}" for p, r in zip(prompts, rewards.tolist())])
-        now.save(self.out / f"samples/step_{len(self.history):05d}.png")
-        if self.history:
-            files = sorted((self.out / "samples").glob("step_*.png"))
-            draw_progress(files, [r["reward"] for r in self.history]).save(self.out / "progress.png")
-
-    def save_checkpoint(self):      # adapter/ to use elsewhere, checkpoint.pt to go on from
-        self.lora.save(self.out / "adapter", self.args.model)
-        state = {"step": len(self.history), "history": self.history, "adapter": self.lora.state_dict(),
-                 "optimizer": self.optimizer.state_dict(), "args": vars(self.args), "prompts": self.prompts}
-        with open(self.out / "checkpoint.tmp", "wb") as file:
-            torch.save(state, file)
-        (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")       # never half written
-
-    def load_checkpoint(self, path):    # go on as if nothing had happened
-        with blame(f"--resume: {path} does not go on with this run"):
-            state = torch.load(path, map_location="cpu", weights_only=True)     # data, never code
-            check(state["prompts"] == self.prompts, f"the prompts in {self.args.prompts} have changed since")
-            self.lora.load_state_dict(state["adapter"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.history = state["history"]
-            check(len(self.history) < self.args.steps, "it is finished; a larger --steps would go on")
-
 # --- The command line ---------------------------------------------------------------------------------------
+class Trouble(ValueError):
+    """What the user can mend: `main` prints its one line, without a traceback."""
+
+def check(ok, message):
+    if not ok:
+        raise Trouble(message)
+
+@contextlib.contextmanager
+def blame(what):        # whatever goes wrong inside becomes Trouble, with `what` in front
+    try:
+        yield
+    except Exception as error:
+        raise Trouble(f"{what}: {error if isinstance(error, (Trouble, OSError)) else repr(error)}") from error
+
 def parse_reward(text):     # "color=1, mine.py:sharp=.2" -> {"color": 1.0, "/where/it/is/mine.py:sharp": 0.2}
     parts = [part.strip().partition("=") for part in text.split(",")]
     return {os.path.abspath(name) if ":" in name else name: float(weight or 1) for name, _, weight in parts}
@@ -610,8 +612,7 @@ def parse_args(argv=None):      # some defaults depend on --model; a resumed run
     add_flags(parser.add_argument, tiny=saved["model"] == "tiny")
     args = parser.parse_args(argv, argparse.Namespace(**saved))
     for name in saved.keys() - {"steps", "save_every", "sample_every"}:
-        check(getattr(args, name) == saved[name], f"--{name.replace('_', '-')} is {saved[name]} in this run: "
-              "--resume lets only --steps, --save-every and --sample-every change")
+        check(getattr(args, name) == saved[name], f"--resume keeps --{name.replace('_', '-')} {saved[name]}")
     print(f"model: {args.model} ({room:.0f} GiB of GPU memory free, GLM-Image wants 60)")
     return args
 
@@ -624,7 +625,7 @@ def prepare(args):      # checks the arguments, loads what they name, and only t
     check(all(map(math.isfinite, args.reward.values())), "--reward has a weight that is not finite")
     check(len(args.size) == 2 and not any(n % 32 or n < 1 for n in args.size), "--size: multiples of 32 only")
     P, G, B = args.batch_size, args.group_size, args.micro_batch_size
-    check(P % WORLD == (n := P * G // WORLD) % B == 0, f"{P} x {G} on {WORLD} GPUs: no micro-batches of {B}")
+    check(not (P % WORLD or (n := P * G // WORLD) % B), f"{P} x {G} / {WORLD} GPUs: no micro-batches of {B}")
     check(args.resume or RANK or not Path(args.out, "checkpoint.pt").exists(), "--out is a run: --resume it")
     folder = next(path for path in (Path(args.out).absolute() / "_").parents if path.exists())
     check(folder.is_dir() and os.access(folder, os.W_OK), f"--out: cannot write into {folder}")
@@ -636,11 +637,10 @@ def prepare(args):      # checks the arguments, loads what they name, and only t
     prompts, targets = load_prompts(args.prompts)
     check("mse" not in args.reward or all(targets), f"--reward mse: a line of {args.prompts} has no target")
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    scarce = device == "cuda" and torch.cuda.mem_get_info()[0] < 60 * 2**30
+    scarce = args.offload == "auto" and device == "cuda" and torch.cuda.mem_get_info()[0] < 60 * 2**30
     wrapper = GLMImageWrapper.from_pretrained(
         args.model, dtype, args.seed, height=args.size[0], width=args.size[1], temperature=args.temperature,
-        top_p=args.top_p, guidance=args.guidance, device=device,
-        offload=args.offload == "on" or args.offload == "auto" and scarce)
+        top_p=args.top_p, guidance=args.guidance, device=device, offload=scarce or args.offload == "on")
     trainer = GRPOTrainer(args, wrapper, prompts, targets)
     args.resume and trainer.load_checkpoint(trainer.out / "checkpoint.pt")
     if RANK == 0:
@@ -658,7 +658,7 @@ def main(argv=None):
         if WORLD > 1:                                           # under torchrun: a process for each GPU
             torch.distributed.init_process_group()
             torch.cuda.is_available() and torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            sys.stdout = open(os.devnull, "w") if RANK > 0 else sys.stdout      # and one voice
+            sys.stdout = open(os.devnull, "w") if RANK > 0 else sys.stdout      # only one talks
         trainer = prepare(parse_args(argv))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, trainer.stop)
@@ -668,7 +668,7 @@ def main(argv=None):
         sys.exit("grpo.py: error: out of GPU memory; try --offload on, a smaller --batch-size, then --size")
     except (Trouble, OSError) as error:
         if trainer and isinstance(error, Trouble) and RANK == 0:
-            trainer.save_checkpoint()       # of the last step: a reward that fails has moved no weight
+            trainer.save_checkpoint()       # of the last whole step: no weight has moved since
         argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS).error(" ".join(str(error).split()))
     print(f"pictures and curve: {trainer.out}/progress.png\nto use the adapter, with peft installed: "
           f'pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')
