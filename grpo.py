@@ -295,7 +295,7 @@ class GLMImageWrapper:
         h, w, images = self.height // 32, self.width // 32, []
         codes = tokens[:, -h * w:].view(-1, h, 1, w, 1).expand(-1, h, 2, w, 2).flatten(1)   # [N, 4 * h * w]
         for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):  # one by one: no padding
-            glyphs, _ = self.pipe.encode_prompt(prompt, False)                   # [1, any, D]
+            glyphs, _ = self.pipe.encode_prompt(prompt, False)                      # [1, any, D]
             for part in group.split(micro_batch_size):                              # [B, 4 * h * w] each
                 same_noise = [torch.Generator().manual_seed(seed) for _ in part]
                 images += tensor_to_pil(self.pipe(
@@ -313,26 +313,6 @@ class GLMImageWrapper:
 # --- The trainer, and the pictures it keeps -----------------------------------------------------------------
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of this GPU; how many
 LIMITS = {"sampler_gap": 1, "ratio_max": 100, "kl": 10, "grad_norm": 1000}  # beyond: named if updates fail
-def gather(rows):       # the rows of all GPUs, in the order of their ranks: a list -> a list
-    parts = [rows] * WORLD
-    WORLD > 1 and torch.distributed.all_gather_object(parts, rows)
-    return sum(parts, [])
-
-def draw_grid(images, captions):    # images of one size in two rows, if that fits; captions of two lines
-    px = max(12, images[0].width // 20)                                             # height of a letter
-    cells, font = [ImageOps.expand(i, (2, 2, 2, 3 * px), "white") for i in images], ImageFont.load_default(px)
-    for c, caption in zip(cells, captions):
-        ImageDraw.Draw(c).text((c.width // 2, c.height - 3 * px // 2), caption, 0, font, "mm", align="center")
-    return diffusers.utils.make_image_grid(cells, rows := 2 - len(cells) % 2, len(cells) // rows)
-
-def draw_progress(files, rewards):      # the first, middle and last of these pictures; the rewards as a curve
-    cells = {file.stem: Image.open(file) for file in (files[0], files[len(files) // 2], files[-1])}
-    (w, h), low, high = cells[files[0].stem].size, min(rewards), max(rewards)
-    points = zip(np.linspace(0, w, len(rewards)), np.interp(rewards, (low, high), (h - 4, 4)))     # in pixels
-    ImageDraw.Draw(curve := Image.new("RGB", (w, h), "white")).line(list(points), "crimson", w // 150)
-    cells[f"mean reward of steps 1 to {len(rewards)}\n{low:.3f} to {high:.3f}"] = curve
-    return draw_grid([*cells.values()], cells).reduce(max(1, w // 700))
-
 class GRPOTrainer:
     """args as from `parse_args`, prompts and targets as from `load_prompts`; results go to args.out."""
     def __init__(self, args, wrapper, prompts, targets):
@@ -470,6 +450,26 @@ class GRPOTrainer:
             self.optimizer.load_state_dict(state["optimizer"])
             self.history = state["history"]
             check(len(self.history) < self.args.steps, "it is finished; a larger --steps would go on")
+
+def gather(rows):       # the rows of all GPUs, in the order of their ranks: a list -> a list
+    parts = [rows] * WORLD
+    WORLD > 1 and torch.distributed.all_gather_object(parts, rows)
+    return sum(parts, [])
+
+def draw_grid(images, captions):    # images of one size in two rows, if that fits; captions of two lines
+    px = max(12, images[0].width // 20)                                             # height of a letter
+    cells, font = [ImageOps.expand(i, (2, 2, 2, 3 * px), "white") for i in images], ImageFont.load_default(px)
+    for c, caption in zip(cells, captions):
+        ImageDraw.Draw(c).text((c.width // 2, c.height - 3 * px // 2), caption, 0, font, "mm", align="center")
+    return diffusers.utils.make_image_grid(cells, rows := 2 - len(cells) % 2, len(cells) // rows)
+
+def draw_progress(files, rewards):      # the first, middle and last of these pictures; the rewards as a curve
+    cells = {file.stem: Image.open(file) for file in (files[0], files[len(files) // 2], files[-1])}
+    (w, h), low, high = cells[files[0].stem].size, min(rewards), max(rewards)
+    points = zip(np.linspace(0, w, len(rewards)), np.interp(rewards, (low, high), (h - 4, 4)))     # in pixels
+    ImageDraw.Draw(curve := Image.new("RGB", (w, h), "white")).line(list(points), "crimson", w // 150)
+    cells[f"mean reward of steps 1 to {len(rewards)}\n{low:.3f} to {high:.3f}"] = curve
+    return draw_grid([*cells.values()], cells).reduce(max(1, w // 700))
 
 # --- The same without the download: tiny, for a laptop ------------------------------------------------------
 def make_pipeline():    # the real classes, 0.5 M random weights; of words it knows COLORS, else <unk>
