@@ -128,11 +128,11 @@ class LoRA(nn.ParameterDict):
                 B = nn.Parameter(torch.zeros(linear.out_features, rank))
                 self[key + "/lora_A/weight"], self[key + "/lora_B/weight"] = A, B
                 linear.register_forward_hook(functools.partial(self.add_low_rank, A, B))
+        check(len(self), f"LoRA.TARGETS, {self.TARGETS}, is the name of no linear layer")
 
     def add_low_rank(self, A, B, linear, inputs, output):
         if self.enabled:
-            x, dtype = inputs[0], output.dtype                                      # [..., in]
-            return output + self.alpha / self.rank * F.linear(F.linear(x, A.to(dtype)), B.to(dtype))
+            return output + self.alpha / self.rank * F.linear(F.linear(inputs[0], A.to(output)), B.to(output))
 
     @contextlib.contextmanager
     def disabled(self):     # inside `with lora.disabled():` the model *is* the reference policy
@@ -277,7 +277,7 @@ class GLMImageWrapper:
         return ids[:, L:].cpu(), logprobs[:, L:].cpu(), np.packbits(allowed[:, L:].cpu().numpy(), axis=-1)
 
     def compute_logprobs(self, prompts, tokens, allowed=None):
-        """Teacher forcing: tokens [B, T], allowed (None: all) -> log-probs, entropy in nats, both [B, T]."""
+        """Teacher forcing: tokens [B, T], allowed (None: all) -> log-probs and, detached, entropy [B, T]."""
         ids, mask, position_ids = self.encode(prompts)              # [B, L], [B, L + T], [3, B, L + T]
         tokens = tokens.to(self.device)                                             # [B, T]
         if allowed is not None:

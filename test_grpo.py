@@ -1041,6 +1041,13 @@ def test_the_gap_between_sampler_and_trainer_is_measured(tmp_path):
     assert trainer.train_step(*rollout)["sampler_gap"] == pytest.approx(0.1, rel=1e-3)
 
 
+def test_a_model_whose_layers_have_other_names_is_refused(monkeypatch):
+    """Another model and the old TARGETS: torch would say that the optimizer got an empty parameter list."""
+    monkeypatch.setattr(grpo.LoRA, "TARGETS", "elsewhere")
+    with pytest.raises(grpo.Trouble, match="elsewhere"):
+        grpo.LoRA(torch.nn.Linear(2, 2), rank=1, alpha=1)
+
+
 def test_lora_starts_from_the_seed(tmp_path):
     """Also for a model that was loaded, where nothing else has seeded the generator."""
     wrapper = make_wrapper()
@@ -1911,6 +1918,15 @@ def test_use_and_merge_of_the_readme(tmp_path, monkeypatch, sampled):
     assert Image.open("fox.png").size == (64, 64)
 
 
+def test_the_step_by_hand_of_the_readme(monkeypatch):
+    """It runs as it stands, meets the sampler's log-probs, and moves the adapters with a loss of 0."""
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: make_tiny_pipeline(seed, warmup_steps=0))
+    code = readme_code("step.py").replace('"zai-org/GLM-Image"', '"tiny"').replace("torch.bfloat16", "torch.float32")
+    exec(code.replace("512", "128").replace("cuda", "cpu"), names := {})
+    assert (names["new"] - names["logprobs"]).abs().max() < 1e-5 and abs(names["loss"].item()) < 1e-6
+    assert any((value != 0).any() for key, value in names["lora"].items() if "lora_B" in key)
+
+
 def test_tensorboard_code_of_the_readme(start, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -2111,6 +2127,7 @@ ABLATIONS = {       # name: flags, and what is done to the trainer
     "group size 8 (4 prompts)": ("--group-size 8 --batch-size 4", None),
     "group size 16 (2 prompts)": ("--group-size 16 --batch-size 2", None),
     "rewards not divided by the std": ("--scale-rewards none", None),
+    "neither divided, nor a KL (Dr. GRPO)": ("--scale-rewards none --kl-coef 0", None),
     "no KL": ("--kl-coef 0", None), "KL 0.02": ("--kl-coef 0.02", None),
     "2 updates per rollout": ("--num-iterations 2", None), "1 ratio per sequence": ("--importance sequence", None),
     "all weights instead of LoRA": ("--lr 5e-4", train_all_weights)}
@@ -2131,7 +2148,7 @@ def ablate(seeds):
                 trainer.keep = lambda: None
                 trainer.train()
             results[name].append(statistics.mean(row["reward"] for row in trainer.history[-5:]))
-            print(f"seed {seed}  {name:32s} {results[name][-1]:.3f}", file=sys.stderr, flush=True)
+            print(f"seed {seed}  {name:36s} {results[name][-1]:.3f}", file=sys.stderr, flush=True)
     print("| | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | std |\n" + "|---" * (len(seeds) + 3) + "|")
     for name, values in results.items():
         spread = statistics.stdev(values) if len(values) > 1 else math.nan
