@@ -9,12 +9,12 @@ One step of GRPO (DeepSeekMath, arXiv 2402.03300); the numbers come back in `GRP
   1. the policy, AR + LoRA, writes G sequences for each of P prompts: P groups; each token is an action
   2. the frozen DiT paints them, all images of a group from the same noise
   3. any function scores the images; no gradient passes through it
-  4. advantage: (reward - mean) / std of its own group; for that mean other methods train a value network
+  4. advantage: (reward - mean) / std of its own group: the mean is the baseline a value network would learn
   5. make tokens of better images likelier and those of worse ones less: PPO's clip, a KL to the base model
   6. log, keep pictures and a checkpoint
 Left out on purpose: loss masks (the image size sets the number of tokens), a value network, training the DiT.
-    python grpo.py --group-size 4               # without a GPU: a toy learns colours in a minute
-    torchrun --nproc-per-node 8 grpo.py --model zai-org/GLM-Image       # on 8 GPUs; on one: python ..
+    python grpo.py --group-size 4           # without 60 GiB on a GPU: a toy learns colours in a minute
+    torchrun --nproc-per-node 8 grpo.py --model zai-org/GLM-Image   # on 8 GPUs; on one: python grpo.py ..
 Axes: P prompts, G samples of each (a group), N = P * G, ordered p0 p0 .. p1 p1 .., n of them on one GPU, B at
 a time to paint and learn; L prompt tokens, padded left; T image tokens, V codes that each can be; D width."""
 import argparse, contextlib, functools, io, json, math, os, re, runpy, signal, sys, time
@@ -44,9 +44,9 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
         loss  = -mean(min(ratio * A, clip(ratio, low, high) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1       estimates KL(new, ref), never below 0 (Schulman, 2020)
     Log-probs are [N] (of sequences) or [N, T] (of tokens), advantages [N]; only new_logprobs gets a gradient.
-    high: 1 + clip_range_high (DAPO, 2503.14476). "sequence": ratio = exp(mean(new - old)) (GSPO, 2507.18071).
-    Why the loss may be 0: with one update per rollout old equals new, so every ratio is 1, the clip is inert
-    and policy_loss is -mean(A), 0 over a step. Its gradient is not: it is REINFORCE's, of -mean(A * new)."""
+    high: 1 + clip_range_high, if set (DAPO, 2503.14476). "sequence": exp(mean(new - old)) (GSPO, 2507.18071).
+    Why the loss may be 0: with one update per rollout old equals new, every ratio is 1, the clip is inert and
+    policy_loss -mean(A), 0 over a step (loss adds the KL). Its gradient is REINFORCE's, of -mean(A * new)."""
     ref = (new_logprobs if ref_logprobs is None else ref_logprobs).detach()
     new, old, ref = (x.float().reshape(len(x), -1) for x in (new_logprobs, old_logprobs.detach(), ref))
     A = advantages.detach().float()[:, None]            # [N, 1]; the others [N, T], with T = 1 for sequences
@@ -259,8 +259,8 @@ class GLMImageWrapper:
             visible = (mask & (columns <= at))[:, None, None]                       # [N, 1, 1, L + T]
             logits = self.forward(ids[:, at], visible, position_ids[:, :, at], 1, cache)[:, 0]
             # The trap of top-p: drawn from the nucleus but scored by the whole softmax, a ratio is off by the
-            # mass cut away; and cut anew, once the policy has moved, the nucleus is another. So the masks are
-            # kept, and new, old and reference log-probs taken under them ("keep sampling mask", 2512.02556).
+            # mass cut away; and a policy that has moved would cut another nucleus. So the masks are kept, and
+            # new, old and reference log-probs are all taken under them ("keep sampling mask", 2512.02556).
             logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size)            # [N, V]
             nucleus = self.cut_nucleus(None, logp).isfinite()   # the likeliest with top_p of the mass  [N, V]
             logp = compute_policy_logprobs(logits, self.temperature, self.codebook_size, nucleus)   # [N, V]
@@ -360,7 +360,7 @@ class GRPOTrainer:
         groups, names = rewards.view(P, G), [Path(name).name for name in parts]
         return prompts, tokens, logprobs, allowed, rewards, {
             "reward": sum(w * v.nanmean().nan_to_num().item() for w, v in zip(args.reward.values(), raw)),
-            "reward_std": groups.std(1).mean().item(), "lr": args.lr,
+            "reward_std": groups.std(1).mean().item(), "lr": args.lr,   # within groups; next: over all N
             **{f"reward/{name}": values.nanmean().item() for name, values in zip(names, raw)},
             **{f"reward_std/{name}": np.nanstd(values).item() for name, values in zip(names, raw)},
             "frac_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
@@ -468,7 +468,7 @@ def draw_progress(files, rewards):      # the first, middle and last of these pi
     (w, h), low, high = cells[files[0].stem].size, min(rewards), max(rewards)
     points = zip(np.linspace(0, w, len(rewards)), np.interp(rewards, (low, high), (h - 4, 4)))     # in pixels
     ImageDraw.Draw(curve := Image.new("RGB", (w, h), "white")).line(list(points), "crimson", w // 150)
-    cells[f"mean reward of steps 1 to {len(rewards)}\n{low:.3f} to {high:.3f}"] = curve
+    cells[f"mean reward of steps 1 to {len(rewards)}\nlowest {low:.3f}, highest {high:.3f}"] = curve
     return draw_grid([*cells.values()], cells).reduce(max(1, w // 700))
 
 # --- The same without the download: tiny, for a laptop ------------------------------------------------------
@@ -576,7 +576,7 @@ def add_flags(add, tiny):       # a flag a line; some defaults differ for the to
     add("--lr", type=float, default=2e-3 if tiny else 5e-5, help="AdamW learning rate")
     add("--num-iterations", type=int, default=1, help="updates per rollout; above 1 the clip matters")
     add("--clip-range", type=float, default=0.2, help="a ratio may fall to 1 - this")
-    add("--clip-range-high", type=float, help="a ratio may rise to 1 + this; or --clip-range")
+    add("--clip-range-high", type=float, help="a ratio may rise to 1 + this; None: --clip-range")
     add("--kl-coef", type=float, default=0.01, help="price of leaving the base model; 0: no KL")
     add("--scale-rewards", default="group", choices=("group", "batch", "none"), help="std to divide by")
     add("--importance", default="token", choices=("token", "sequence"), help="one ratio for each")
@@ -585,8 +585,8 @@ def add_flags(add, tiny):       # a flag a line; some defaults differ for the to
     add("--lora-alpha", type=float, default=32.0 if tiny else 64.0, help="times alpha / rank")
     add("--init-adapter", type=os.path.abspath, metavar="DIR", help="begin with the adapter of another run")
     add("--size", type=parse_size, default="128" if tiny else "512", help="pixels: 512 or WIDTHxHEIGHT")
-    add("--temperature", type=float, help="of the sampling; or the model's own")
-    add("--top-p", type=float, help="draw from the likeliest codes of this mass; or the model's own")
+    add("--temperature", type=float, help="of the sampling; None: the model's own")
+    add("--top-p", type=float, help="draw from the likeliest codes of this mass; None: the model's own")
     add("--decode-steps", type=int, default=4 if tiny else 20, help="denoising steps of the DiT, in training")
     add("--eval-decode-steps", type=int, default=4 if tiny else 50, help="the same, for the pictures kept")
     add("--guidance", type=float, default=1.5, help="of the DiT; above 1 it runs twice a step")
@@ -600,7 +600,7 @@ def add_flags(add, tiny):       # a flag a line; some defaults differ for the to
 def parse_args(argv=None):      # some defaults depend on --model; a resumed run brings its settings
     parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", help="hub id, folder or tiny; or GLM-Image if a GPU has room, else tiny")
+    parser.add_argument("--model", help="hub id, folder, tiny; None: GLM-Image if a GPU has room, else tiny")
     parser.add_argument("--resume", metavar="RUN_DIR", help="go on with this run, with its own settings")
     asked, _ = parser.parse_known_args(argv)        # first these two: the other defaults depend on them
     room = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
@@ -665,7 +665,7 @@ def main(argv=None):
         trainer.train()
         WORLD > 1 and (gather([]), torch.distributed.destroy_process_group())   # once all are here
     except torch.OutOfMemoryError:
-        sys.exit("grpo.py: error: out of GPU memory; try --offload on, a smaller --batch-size, then --size")
+        sys.exit("grpo.py: error: out of GPU memory; try --offload on, then a smaller --group-size or --size")
     except (Trouble, OSError) as error:
         if trainer and isinstance(error, Trouble) and RANK == 0:
             trainer.save_checkpoint()       # of the last whole step: no weight has moved since

@@ -1289,7 +1289,7 @@ def test_out_of_gpu_memory_is_one_line(start, monkeypatch):
     monkeypatch.setattr(grpo, "prepare", lambda args: trainer)
     with pytest.raises(SystemExit) as stop:
         grpo.main([])
-    assert re.search("--offload on.*--batch-size.*--size", stop.value.code) and "\n" not in stop.value.code
+    assert re.search("--offload on.*--group-size.*--size", stop.value.code) and "\n" not in stop.value.code
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1906,7 +1906,7 @@ def test_use_and_merge_of_the_readme(tmp_path, monkeypatch, sampled):
     lora.save(Path("adapter"), "toy")
     expected = trained.compute_logprobs(*sampled[:2])[0]
     for name in ("use.py", "merge.py"):
-        code = readme_code(name).replace("runs/20261121-103000/adapter", "adapter").replace("zai-org/GLM-Image", "toy")
+        code = readme_code(name).replace("runs/glm-image/adapter", "adapter").replace("zai-org/GLM-Image", "toy")
         code = code.replace('.to("cuda")', "").replace("dtype=torch.bfloat16", "dtype=torch.float32").replace("512", "64")
         exec(code, names := {})
         pipe = names["pipe"] if name == "use.py" else diffusers.GlmImagePipeline.from_pretrained("my-glm-image")
@@ -1932,7 +1932,7 @@ def test_tensorboard_code_of_the_readme(start, tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     start("--steps", "2").train()
     monkeypatch.setattr(sys, "argv", ["board.py", str(tmp_path / "a")])
-    exec(readme_code("import json, pathlib, sys, numpy"), {})
+    exec(readme_code("board.py"), {})
     board = EventAccumulator(str(tmp_path / "a/tensorboard"))
     board.Reload()
     rows = rows_of(tmp_path / "a")
