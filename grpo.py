@@ -417,7 +417,7 @@ class GRPOTrainer:
             shown = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap".split()
             tqdm.tqdm.write(" ".join(f"{key} {self.history[-1][key]:<8.3g}" for key in shown))
         if step % 10 == 0 and [row["frac_zero_std"] for row in self.history[-10:]] == [1.0] * 10:
-            tqdm.tqdm.write("warning: every group had equal rewards for ten steps: only the KL acts")
+            tqdm.tqdm.write("warning: every group had equal rewards for ten steps: all advantages are 0")
         if step % args.sample_every == 0 or step == args.steps:
             self.save_samples()
         if step % args.save_every == 0 or step == args.steps or self.stopped:
