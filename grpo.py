@@ -32,7 +32,7 @@ def compute_advantages(rewards, group_size, scale="group"):
     check(group_size > 1 and len(rewards) % group_size == 0, f"{len(rewards)} are no groups of {group_size}")
     check(rewards.isfinite().all(), f"a reward is not a finite number: {rewards.tolist()}")
     # less the first of its group: six times 0.3 has a float mean beside 0.3 and would get advantages of 0.03
-    grouped = rewards.view(-1, group_size) - rewards[::group_size, None]    # [P, G]; equal ones teach nothing
+    grouped = rewards.view(-1, group_size) - rewards[::group_size, None]    # [P, G]; equal ones get exactly 0
     stds = {"group": grouped.std(1, keepdim=True) + 1e-6, "batch": rewards.std() + 1e-6, "none": 1.0}
     check(scale in stds, f"scale is {scale!r}, but must be one of {', '.join(stds)}")
     return ((grouped - grouped.mean(1, keepdim=True)) / stds[scale]).flatten()      # [N]
