@@ -621,7 +621,8 @@ def test_painting_is_that_of_the_stock_pipeline(wrapper, sampled):
 
 
 def test_settings_of_the_wrapper(tmp_path, wrapper, sampled):
-    """No temperature given: the model's own, as GLM-Image brings 0.9. A dtype is a dtype, and bf16 samples."""
+    """No temperature given: the model's own, as GLM-Image brings 0.9. A dtype is a dtype, and bf16 samples; then sampler
+    and trainer are not equal any more, but near: the sampler_gap that the README calls healthy."""
     wrapper.pipe.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "vision_language_encoder/generation_config.json").read_text())
     (tmp_path / "vision_language_encoder/generation_config.json").write_text(
@@ -633,7 +634,9 @@ def test_settings_of_the_wrapper(tmp_path, wrapper, sampled):
     assert loaded.ar.dtype == torch.bfloat16
     logprobs, _ = loaded.compute_logprobs(*sampled[:2])
     assert logprobs.dtype == torch.float32 and 0 < (logprobs - sampled[2]).abs().max() < 0.2
-    assert len(loaded.generate_with_tracking(PROMPTS, 2, seeds=[0, 1])[0]) == 4
+    images, tokens, logprobs, allowed = loaded.generate_with_tracking(PROMPTS, 2, seeds=[0, 1])
+    again, _ = loaded.compute_logprobs([p for p in PROMPTS for _ in range(2)], tokens, allowed)
+    assert len(images) == 4 and 0 < (again - logprobs).abs().max() < 0.05
 
 
 def test_generate_with_tracking(wrapper, sampled):
@@ -1008,7 +1011,7 @@ def test_a_gradient_that_is_no_number_reaches_no_weight(tmp_path):
 
 
 def test_a_skipped_update_is_counted_also_when_the_next_is_fine(tmp_path):
-    """With two updates per rollout the log used to tell of the last one alone."""
+    """With two updates per rollout, a log of the last one alone would hide it."""
     trainer, calls = make_trainer(tmp_path, "--num-iterations", "2"), []
     rollout = rollout_of(trainer)
     next(iter(trainer.lora.values())).register_hook(lambda grad: calls.append(1) or (grad * math.nan if len(calls) < 3 else grad))
