@@ -621,8 +621,7 @@ def test_painting_is_that_of_the_stock_pipeline(wrapper, sampled):
 
 
 def test_settings_of_the_wrapper(tmp_path, wrapper, sampled):
-    """No temperature given: the model's own, as GLM-Image brings 0.9. A dtype is a dtype, and bf16 samples; then sampler
-    and trainer are not equal any more, but near: the sampler_gap that the README calls healthy."""
+    """No temperature given: the model's own, as GLM-Image brings 0.9. A dtype is a dtype, and bf16 samples."""
     wrapper.pipe.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "vision_language_encoder/generation_config.json").read_text())
     (tmp_path / "vision_language_encoder/generation_config.json").write_text(
@@ -634,9 +633,21 @@ def test_settings_of_the_wrapper(tmp_path, wrapper, sampled):
     assert loaded.ar.dtype == torch.bfloat16
     logprobs, _ = loaded.compute_logprobs(*sampled[:2])
     assert logprobs.dtype == torch.float32 and 0 < (logprobs - sampled[2]).abs().max() < 0.2
-    images, tokens, logprobs, allowed = loaded.generate_with_tracking(PROMPTS, 2, seeds=[0, 1])
-    again, _ = loaded.compute_logprobs([p for p in PROMPTS for _ in range(2)], tokens, allowed)
-    assert len(images) == 4 and 0 < (again - logprobs).abs().max() < 0.05
+    assert len(loaded.generate_with_tracking(PROMPTS, 2, seeds=[0, 1])[0]) == 4
+
+
+def test_bf16_leaves_a_small_gap_between_sampler_and_trainer():
+    """None on some machines, about 0.01 on others. The bound is the one that the README calls healthy; a temperature that
+    only one of them knows is beyond it."""
+    pipe = make_tiny_pipeline(warmup_steps=0)
+    pipe.vision_language_encoder.to(torch.bfloat16)
+    ours = grpo.GLMImageWrapper(pipe, 128, 128)
+    tokens, logprobs, allowed = ours.sample(PROMPTS, 8, seeds=[1, 2])
+    with torch.no_grad():
+        again, _ = ours.compute_logprobs([p for p in PROMPTS for _ in range(8)], tokens, allowed)
+        ours.temperature = 0.9
+        wrong, _ = ours.compute_logprobs([p for p in PROMPTS for _ in range(8)], tokens, allowed)
+    assert (again - logprobs).abs().max() < 0.05 < (wrong - logprobs).abs().max()
 
 
 def test_generate_with_tracking(wrapper, sampled):
