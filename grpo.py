@@ -23,7 +23,7 @@ No loss is masked: the image size alone sets the number of tokens.
 Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B of them in a micro-batch; L prompt tokens,
 padded on the left; T image tokens, each one of V codes.
 """
-import argparse, contextlib, copy, dataclasses, functools, inspect, io, json, math, os, re
+import argparse, contextlib, dataclasses, functools, inspect, io, json, math, os, re
 import runpy, signal, sys, time, typing
 from pathlib import Path
 
@@ -125,6 +125,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     A = advantages.detach()[:, None]  # [N, 1]
     log_ratio = new - old_logprobs.detach().reshape_as(new)
+    if importance not in ("token", "sequence"):
+        raise ValueError(f"importance is {importance!r}, but must be token or sequence")
     if importance == "sequence":
         log_ratio = log_ratio.mean(dim=1, keepdim=True)
     ratio = log_ratio.exp()
@@ -218,10 +220,12 @@ def load_rewards(text):
         name, _, weight = part.strip().partition("=")
         path, _, function = name.rpartition(":")
         label = os.path.basename(name)  # my_rewards.py:sharp, whatever the folder
-        if label in rewards or not (name in REWARDS or os.path.isfile(path)):
-            raise ValueError(f"--reward {name}: twice, or not {', '.join(REWARDS)}, file.py:name")
-        with foreign_code(label):
-            found = run_file(path)[function] if path else REWARDS[name]
+        found = REWARDS.get(name)
+        if os.path.isfile(path):
+            with foreign_code(label):
+                found = run_file(path).get(function)
+        if found is None or label in rewards or not math.isfinite(float(weight or 1)):
+            raise ValueError(f"--reward {part}: not {', '.join(REWARDS)} or file.py:name, or twice")
         rewards[label] = found, float(weight or 1)
     return rewards
 
@@ -233,8 +237,9 @@ def compute_rewards(images, prompts, targets, rewards, group_size=1, norm="none"
     components = {}
     for name, (function, weight) in rewards.items():
         with foreign_code(name):
-            # A copy: a reward that resizes its picture must not change what others see.
-            values = list(function(*copy.deepcopy((images, prompts, targets))))
+            # Copies: a reward that resizes its picture must not change what others see.
+            goals = [target and target.copy() for target in targets]
+            values = list(function([image.copy() for image in images], list(prompts), goals))
             scores = torch.tensor([float("nan" if value is None else value) for value in values])
             infinite = ~scores.isfinite()
             if len(values) != len(images) or infinite.sum() > values.count(None):
@@ -377,7 +382,7 @@ class GLMImageWrapper:
         for half in (self.ar_half, self.dit_half):
             half.requires_grad_(False).eval()  # eval: dropout would score tokens differently
             half.to("cpu" if offload else device)
-            if offload and device == "cuda":
+            if offload and self.device.type == "cuda":
                 half._apply(torch.Tensor.pin_memory)  # a GPU reads pinned memory fast
         pipe.set_progress_bar_config(disable=True)
         pipe.vae.enable_slicing()  # image by image: four at once, at 1024 pixels, take 28 GiB
@@ -542,6 +547,8 @@ class GRPOTrainer:
         self.stopped = 0  # the number of a signal that has come
         self.world_size = len(gather([0]))  # GPUs, each with whole groups of its own
         self.rank = torch.distributed.get_rank() if self.world_size > 1 else 0
+        if config.batch_size % self.world_size:
+            raise ValueError(f"--batch-size must be a multiple of the {self.world_size} GPUs")
         torch.manual_seed(config.seed)  # for LoRA's first weights
         self.lora = LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank, wrapper.device)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
