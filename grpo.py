@@ -875,6 +875,9 @@ def main(argv=None):
         trainer.train()
     except (OSError, FloatingPointError) as error:
         fail(error)
+    if trainer.world_size > 1:
+        gather([])  # a process that leaves early would abort the others
+        torch.distributed.destroy_process_group()
     print(f"pictures and curve: {trainer.out}/progress.png")
     print(f'to use the adapter: pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')
     if trainer.stopped:
