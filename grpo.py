@@ -560,7 +560,8 @@ class GRPOTrainer:
             if self.rank == 0:
                 self.out.mkdir(parents=True)  # an error if it exists: a run has its own folder
             self.keep({"step": 0})  # how it was before
-        while len(self.history) <= config.steps and not self.stopped:
+        stop = 0
+        while len(self.history) <= config.steps and not stop:
             try:
                 rollout, metrics = self.rollout(len(self.history))  # 1. sample, 2. decode, 3. score
                 rewards = torch.tensor(gather(rollout["rewards"].tolist()))  # [N], of all GPUs
@@ -572,7 +573,8 @@ class GRPOTrainer:
             rollout["advantages"] = advantages.chunk(self.world_size)[self.rank]
             with self.wrapper.policy_on_device():
                 metrics |= self.train_step(rollout)  # 5. update
-            self.stopped = max(gather([self.stopped]))  # all or none: they wait for each other
+            stop = max(gather([self.stopped]))  # all or none: they wait for each other
+            self.stopped = stop or self.stopped
             self.keep({"step": len(self.history), **merge_rows(gather([metrics]))})  # 6. log
 
     def choose_prompts(self, step):
