@@ -17,8 +17,8 @@ A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTr
   5. update   make tokens of better images likelier and those of worse ones less, within PPO's
               clip, at a price (KL) for leaving the base model
   6. log      metrics, pictures of fixed prompts, a checkpoint
-No loss is masked: the image size alone sets the number of tokens.
-`python grpo.py --group-size 4` runs a toy on a laptop, or GLM-Image where it has room.
+The image size alone sets the number of tokens: no padding, no mask in the loss.
+`python grpo.py` runs a toy on a laptop, or GLM-Image on a GPU with 60 GiB free.
 
 Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B of them in a micro-batch; L prompt tokens,
 padded on the left; T image tokens, each one of V codes.
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageColor, ImageDraw
 
-# --- Settings: the command line is made from Config, whose comments are its help -----------------
+# --- Settings: Config is the command line; its types parse the words, its comments are the help --
 def number(kind, low, high=1e9):  # a type for argparse: an int or a float from low to high
     def number(word):
         if not low <= kind(word) <= high:  # NaN is in no range
@@ -70,13 +70,13 @@ class Config:
     clip_range: amount = 0.2  # a ratio may fall to 1 - this
     clip_range_high: amount = None  # a ratio may rise to 1 + this; None: as clip_range
     kl_coef: amount = 0.01  # price of leaving the base model; 0: no KL is computed
-    scale_rewards: typing.Literal["group", "batch", "none"] = "group"  # whose std divides
+    scale_rewards: typing.Literal["group", "batch", "none"] = "group"  # divide by the std of which
     importance: typing.Literal["token", "sequence"] = "token"  # a ratio for each (GRPO, GSPO)
     max_grad_norm: amount = 1.0  # gradients are clipped to this norm
     lora_rank: count = 32  # of the adapters
     size: image_size = (512, 512)  # pixels: 512, or 1024x768 with the width first
     temperature: number(float, 0.01) = None  # of the policy; None: the model's own
-    top_p: number(float, 0.01, 1) = None  # sample the likeliest codes of this mass; None: its own
+    top_p: number(float, 0.01, 1) = None  # sample the likeliest codes of this mass; None: model's
     decode_steps: count = 20  # denoising steps of the DiT
     guidance: amount = 1.5  # of the DiT; above 1 it runs twice a step
     offload: typing.Literal["auto", "on", "off"] = "auto"  # a GPU holds only the half that works
@@ -96,7 +96,7 @@ def compute_advantages(rewards, group_size, scale="group"):
     rewards = torch.as_tensor(rewards).float()
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
-    # Less the first of the group: 0.3 six times has a float mean beside 0.3, and would get 0.03.
+    # Minus the group's first reward: the float mean of six 0.3s is not 0.3, and A would be 0.03.
     grouped = rewards.view(-1, group_size) - rewards[::group_size, None]  # [P, G]
     advantages = grouped - grouped.mean(dim=1, keepdim=True)
     if scale == "group":
@@ -113,14 +113,14 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
 
         ratio = exp(new - old)
         loss  = -mean(min(ratio * A, clip(ratio, low, high) * A)) + kl_coef * mean(k3)
-        k3    = exp(ref - new) - (ref - new) - 1    estimates KL(new, ref), never below 0
+        k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
 
     Log-probs are [N, T], of tokens, or [N], of sequences; advantages [N]. Only new_logprobs gets a
     gradient. low = 1 - clip_range, high = 1 + clip_range_high (DAPO, 2503.14476).
     importance "sequence": one ratio a sequence, exp(mean(new - old)) (GSPO, 2507.18071).
 
     Why the loss may be 0: with one update per rollout old equals new, every ratio is 1, and
-    policy_loss is -mean(A) = 0; `loss` shows the KL. The gradient is not 0: that of ratio * A at
+    policy_loss is -mean(A), 0 over whole groups. The gradient is not 0: that of ratio * A at
     ratio 1 is A * grad(new), REINFORCE with a baseline."""
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     A = advantages.detach()[:, None]  # [N, 1]
@@ -131,20 +131,22 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
         log_ratio = log_ratio.mean(dim=1, keepdim=True)
     ratio = log_ratio.exp()
 
-    # The min is the more pessimistic of the two. A ratio that has moved far enough in the good
-    # direction meets the constant one, which has no gradient, and is pushed no further.
+    # The min is the more pessimistic of the two. Where a ratio has moved far enough the good way,
+    # it is the clipped term: a constant, so that no gradient pushes it further.
     high = clip_range if clip_range_high is None else clip_range_high
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + high) * A
-    loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
-    metrics = dict(loss=loss, policy_loss=loss, ratio_mean=ratio.mean(), ratio_max=ratio.max())
+    policy_loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
+    loss = policy_loss
+    metrics = dict(policy_loss=policy_loss, ratio_mean=ratio.mean(), ratio_max=ratio.max())
     metrics["clip_frac"] = (clipped < unclipped).float().mean()  # share without a gradient
     if ref_logprobs is not None:
         delta = ref_logprobs.detach().reshape_as(new) - new
         delta = delta.clamp(max=20)  # or one far-off token would overflow the whole batch
         metrics["kl"] = (torch.expm1(delta) - delta).mean()  # expm1 keeps small values exact
-        metrics["loss"] = loss + kl_coef * metrics["kl"]
-    return metrics["loss"], {name: value.item() for name, value in metrics.items()}
+        loss = policy_loss + kl_coef * metrics["kl"]
+    metrics["loss"] = loss
+    return loss, {name: value.item() for name, value in metrics.items()}
 
 def compute_policy_logprobs(logits, allowed=None):
     """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
@@ -171,7 +173,7 @@ def unpack_bits(packed):  # uint8 [.., V / 8] -> bool [.., V]
 
 # --- Rewards -------------------------------------------------------------------------------------
 # function(images, prompts, targets) -> N numbers, higher is better, None is no opinion. Images are
-# PIL's, targets too or None. Nothing is differentiated, so any function will do.
+# PIL's, each target is one or None. Nothing is differentiated: any function will do.
 
 COLORS = "red orange yellow green blue purple white black".split()
 pixels = VaeImageProcessor(do_resize=False, do_normalize=False, do_convert_rgb=True)
@@ -204,7 +206,7 @@ run_file = functools.cache(runpy.run_path)  # two rewards of one file share what
 
 @contextlib.contextmanager
 def foreign_code(name):
-    """A reward runs in here: its errors keep their traceback, and what it sets in torch ends."""
+    """A reward runs in here: its errors keep their traceback; grad mode and dtype are reset."""
     try:
         with torch.enable_grad():
             yield
@@ -225,7 +227,7 @@ def load_rewards(text):
             with foreign_code(label):
                 found = run_file(path).get(function)
         if found is None or label in rewards or not math.isfinite(float(weight or 1)):
-            raise ValueError(f"--reward {part}: not {', '.join(REWARDS)} or file.py:name, or twice")
+            raise ValueError(f"--reward {part}: unknown, or twice; color, mse or file.py:function")
         rewards[label] = found, float(weight or 1)
     return rewards
 
@@ -241,7 +243,7 @@ def compute_rewards(images, prompts, targets, rewards, group_size=1, norm="none"
             goals = [target and target.copy() for target in targets]
             values = list(function([image.copy() for image in images], list(prompts), goals))
             scores = torch.tensor([float("nan" if value is None else value) for value in values])
-            infinite = ~scores.isfinite()
+            infinite = ~scores.isfinite()  # NaN only where there was a None
             if len(values) != len(images) or infinite.sum() > values.count(None):
                 raise ValueError(f"not {len(images)} finite numbers or None: {values}")
         components[name] = scores
@@ -347,7 +349,7 @@ def build_visibility(mask, num_rows):  # mask [B, C], False where padded -> bool
 @contextlib.contextmanager
 def on_device(module, device):
     """Offloading: inside the `with` the weights are on the device, after it where they were. They
-    are frozen, so nothing is copied back. Where they are there already, this does nothing."""
+    are frozen (LoRA's are not in it): nothing is copied back. If there already, nothing moves."""
     homes = {tensor: tensor.data for tensor in (*module.parameters(), *module.buffers())}
     try:
         for tensor, home in homes.items():
@@ -360,7 +362,7 @@ def on_device(module, device):
 class GLMImageWrapper:
     """A `GlmImagePipeline` as a policy. One of your own needs what the trainer uses: `policy` (gets
     the adapters), `TARGETS` (a regex for its linear layers), `device`, `policy_on_device`,
-    `sample`, `compute_logprobs`, `decode`. All that is random in it must come from the seeds."""
+    `sample`, `compute_logprobs`, `decode`, `generate_with_tracking`; chance from seeds alone."""
     TARGETS = (r"model\.language_model\.layers\.\d+\."
                r"(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)")
 
@@ -386,7 +388,7 @@ class GLMImageWrapper:
                 half._apply(torch.Tensor.pin_memory)  # a GPU reads pinned memory fast
         pipe.set_progress_bar_config(disable=True)
         pipe.vae.enable_slicing()  # image by image: four at once, at 1024 pixels, take 28 GiB
-        # The DiT's angles depend on the size alone, but it makes them on the CPU at every call.
+        # The DiT's rotary tables depend on the size alone, but are made on the CPU at every call.
         angles = pipe.transformer.rope(torch.empty(1, 1, self.height // 8, self.width // 8))
         pipe.transformer.forward = functools.partial(
             pipe.transformer.forward, image_rotary_emb=[table.to(device) for table in angles])
@@ -425,10 +427,10 @@ class GLMImageWrapper:
         The classes around the language model would insert positions of their own."""
         language_model, lm_head = self.ar_half
         for layer in language_model.layers:
-            layer.training = torch.is_grad_enabled()  # asks for checkpointing; dropout stays off
+            layer.training = torch.is_grad_enabled()  # True: gradient checkpointing; dropout is off
         hidden = language_model(
             input_ids=ids, attention_mask=visible, position_ids=position_ids,
-            past_key_values=cache, use_cache=False).last_hidden_state  # it makes none of its own
+            past_key_values=cache, use_cache=False).last_hidden_state  # a cache given is filled
         logits = lm_head(hidden[:, -num_last:])[..., :self.codebook_size]
         return logits.float() / self.temperature
 
@@ -442,7 +444,7 @@ class GLMImageWrapper:
             L = ids.shape[1]
             T = mask.shape[1] - L
             visible = build_visibility(mask, L + T)  # [N, 1, L + T, L + T]
-            # Each prompt is read once, all but its last token. Its keys and values serve its group.
+            # A prompt is read once, all but its last token; reorder_cache copies its row G times.
             cache = transformers.StaticCache(self.policy.config.text_config, L + T)
             self.forward(ids[::group_size, :-1], visible[::group_size, :, :L - 1],
                          position_ids[:, ::group_size, :L - 1], 1, cache)
@@ -455,7 +457,7 @@ class GLMImageWrapper:
             code = ids[:, -1:]  # [N, 1]
             steps = []
             for i in range(T):
-                now = slice(L - 1 + i, L + i)  # the column that is read
+                now = slice(L - 1 + i, L + i)  # the position fed in
                 logits = self.forward(code, visible[:, :, now], position_ids[..., now], 1, cache)
                 logits = logits[:, 0]  # [N, V]
                 nucleus = find_nucleus(compute_policy_logprobs(logits), self.top_p)
@@ -478,7 +480,7 @@ class GLMImageWrapper:
         if allowed is not None:
             allowed = unpack_bits(allowed.to(self.device))
         logp = compute_policy_logprobs(logits, allowed)
-        entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=2)  # as 0 * -inf would be NaN
+        entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=2)  # for a bonus; 0 * -inf is NaN
         return logp.gather(2, tokens[..., None])[..., 0], entropy
 
     @torch.no_grad()
@@ -559,14 +561,14 @@ class GRPOTrainer:
         if not self.history:
             if self.rank == 0:
                 self.out.mkdir(parents=True)  # an error if it exists: a run has its own folder
-            self.keep({"step": 0})  # how it was before
+            self.keep({"step": 0})  # pictures and reward of the untrained policy
         stop = 0
         while len(self.history) <= config.steps and not stop:
             try:
                 rollout, metrics = self.rollout(len(self.history))  # 1. sample, 2. decode, 3. score
                 rewards = torch.tensor(gather(rollout["rewards"].tolist()))  # [N], of all GPUs
             except Exception:
-                self.save_checkpoint()  # no weight has moved: a reward that fails costs no step
+                self.save_checkpoint()  # a reward that fails costs no step: no weight has moved
                 raise
             # 4. compare: a group never spans two GPUs, but they share the std of a "batch"
             advantages = compute_advantages(rewards, config.group_size, config.scale_rewards)
@@ -574,12 +576,12 @@ class GRPOTrainer:
             with self.wrapper.policy_on_device():
                 metrics |= self.train_step(rollout)  # 5. update
             stop = max(gather([self.stopped]))  # all or none: they wait for each other
-            self.stopped = stop or self.stopped
+            self.stopped = stop or self.stopped  # a signal since then waits for the next turn
             self.keep({"step": len(self.history), **merge_rows(gather([metrics]))})  # 6. log
 
     def choose_prompts(self, step):
-        """-> places of this GPU's prompts and a seed for each, from config.seed and the step alone:
-        no random state to store. Each comes once, in a new order, before any comes again."""
+        """-> indices of this GPU's prompts and a seed for each, from config.seed and step alone: no
+        random state to store. Each prompt comes once, in a new order, before any comes again."""
         chosen = []
         seeds = []
         last = step * self.config.batch_size
@@ -621,7 +623,7 @@ class GRPOTrainer:
         }
         for name, (_, weight) in self.rewards.items():
             values = components[name][~components[name].isnan()]
-            if len(values):  # else nobody has an opinion
+            if len(values):  # as they came, without the Nones
                 metrics["reward"] += weight * values.mean().item()
                 metrics[f"reward/{name}"] = values.mean().item()
                 metrics[f"reward_std/{name}"] = values.std(correction=0).item()
@@ -638,7 +640,7 @@ class GRPOTrainer:
                 batch["ref_logprobs"], _ = self.compute_logprobs(batch)
         rows = []
         norms = []
-        for batch in batches * config.num_iterations:
+        for batch in batches * config.num_iterations:  # the same dicts each time
             new_logprobs, entropy = self.compute_logprobs(batch)  # [B, T] each
             # The trap of bf16: sampler and trainer round differently, so that a ratio of their
             # log-probs is not 1, maybe even clipped, before any update. So the old policy is the
@@ -699,7 +701,7 @@ class GRPOTrainer:
         keys = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap reward_fixed"
         print(*[f"{key} {row[key]:<8.3g}" for key in keys.split() if key in row], flush=True)
 
-    def evaluate(self, prompts, targets):  # an image of each, from seeds that never change; rewards
+    def evaluate(self, prompts, targets):  # -> an image of each, from fixed seeds; their rewards
         images = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))[0]
         return images, compute_rewards(images, prompts, targets, self.rewards)[0].tolist()
 
@@ -800,7 +802,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8):
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(parts.parameters(), lr=2e-3)
     for _ in range(warmup_steps):
-        # The policy: of the tokens a share, 1/3 in the mean, has the prompt's colour
+        # The policy: about 1/3 of the 4 + 16 tokens are set to the colour of the prompt
         shown = torch.randint(8, (batch, 1))
         same = torch.rand(batch, 20) < torch.rand(batch, 1) ** 2
         tokens = torch.where(same, shown, torch.randint(8, (batch, 20)))
