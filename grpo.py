@@ -551,7 +551,7 @@ class GRPOTrainer:
         self.rank = torch.distributed.get_rank() if self.world_size > 1 else 0
         if config.batch_size % self.world_size:
             raise ValueError(f"--batch-size must be a multiple of the {self.world_size} GPUs")
-        torch.manual_seed(config.seed)  # for LoRA's first weights
+        transformers.set_seed(config.seed)  # for LoRA's first weights
         self.lora = LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank, wrapper.device)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
 
@@ -764,8 +764,10 @@ def make_tiny_models():
     """-> a GlmImagePipeline of random weights. Of words it knows the COLORS; the rest is unk."""
     special = {f"{name}_token": name for name in "bos eos pad unk image grid_bos grid_eos".split()}
     words = {word: i for i, word in enumerate([*COLORS, *special.values()])}  # the codes are 0..7
+    tokenizer = transformers.BertTokenizer(
+        words, model_input_names=["input_ids", "attention_mask"], **special)
     processor = transformers.GlmImageProcessor(
-        transformers.GlmImageImageProcessorPil(), transformers.BertTokenizer(words, **special),
+        transformers.GlmImageImageProcessorPil(), tokenizer,
         "{{ messages[0].content[0].text }}")
     # GLM-Image drafts 16 x 16 tokens at any size, too much noise for a toy: here half the grid.
     processor._get_target_shape = halve_draft
@@ -826,8 +828,9 @@ def parse_args(argv=None):
     """-> Config: its defaults, those of TINY or of the run to resume, then what was typed."""
     parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS)
+    source = inspect.getsource(Config)
     for field in dataclasses.fields(Config):
-        comment = re.search(rf"\b{field.name}: .*  # (.*)", inspect.getsource(Config))[1]
+        comment = re.search(rf"\b{field.name}: .*  # (.*)", source)[1]
         choices = typing.get_args(field.type) or None
         parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices,
                             type=None if choices else field.type,

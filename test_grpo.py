@@ -1,20 +1,26 @@
 """Tests of grpo.py: identities, mostly, on a toy of random weights. `python -m pytest -q`, no network, no GPU."""
 import contextlib
 import copy
+import dataclasses
 import functools
 import importlib.util
+import inspect
 import io
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -1048,14 +1054,6 @@ def test_the_toy_is_deterministic():
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-import dataclasses
-import inspect
-import multiprocessing
-import shutil
-import socket
-import warnings
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The trainer
 
@@ -1476,8 +1474,9 @@ def test_as_a_library(tmp_path, monkeypatch):
 
 QUICK = functools.partial(make_tiny_pipeline, warmup_steps=0)
 SMALL = "--model tiny --size 64 --batch-size 2 --group-size 2 --micro-batch-size 2".split()
-PYTHONPATH = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
+ENV = os.environ | {
+    "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONWARNINGS": "ignore:resource_tracker"}  # which minds that kill -9 leaves locks behind
 SERVER = multiprocessing.get_context("forkserver")  # imports all that is slow once, for all its children
 SERVER.set_forkserver_preload([__name__, "diffusers.pipelines.glm_image.pipeline_glm_image"])
 
@@ -1899,11 +1898,6 @@ def test_settings_reach_the_wrapper(command, monkeypatch):
     assert seen[1] == ("zai-org/GLM-Image", grpo.Config(group_size=6))
     wrapper = grpo.GLMImageWrapper(QUICK(0), seen[0][1])
     assert (wrapper.top_p, wrapper.temperature, wrapper.height, wrapper.width) == (0.5, 0.7, 96, 64)
-    with mock.patch.object(diffusers.GlmImagePipeline, "__call__") as paint:
-        paint.return_value.images = PAIR
-        assert list(wrapper.decode(["a red fox"], torch.zeros(2, 7, dtype=int), [0])) == PAIR
-    assert paint.call_args.kwargs["num_inference_steps"] == 3
-    assert paint.call_args.kwargs["guidance_scale"] == 2
 
 
 # ---------------------------------------------------------------------------------------------------------
