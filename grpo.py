@@ -35,7 +35,7 @@ from PIL import Image, ImageColor, ImageDraw
 
 # --- Settings: Config is the command line; its types parse the words, its comments are the help --
 def number(kind, low, high=1e9):  # a type for argparse: an int or a float from low to high
-    def number(word):
+    def number(word):  # whose name stands in argparse's message
         if not low <= kind(word) <= high:  # NaN is in no range
             raise argparse.ArgumentTypeError(f"{word} is not from {low} to {high:g}")
         return kind(word)
@@ -378,7 +378,8 @@ class GLMImageWrapper:
         # The two halves. The vision tower, for image-to-image, is in neither and stays on the CPU.
         self.ar_half = torch.nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit_half = torch.nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
-        offload = config.offload == "on" or config.offload == "auto" and 0 < free_gib() < 60
+        scarce = config.offload == "auto" and 0 < free_gib() < 60
+        offload = scarce or config.offload == "on"
         self.policy.requires_grad_(False)
         self.policy.activation_checkpointing_enable()
         for half in (self.ar_half, self.dit_half):
@@ -499,7 +500,8 @@ class GLMImageWrapper:
         return images
 
     def decode_group(self, prompt, codes, seed):  # by itself: the DiT would see padding of prompts
-        glyphs, _ = self.pipe.encode_prompt(prompt, False)  # of quoted words [1, any, D]
+        # Only quoted words reach the DiT as text; what to draw reaches it as codes.
+        glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
         for part in codes.split(self.config.micro_batch_size):
             same_noise = [torch.Generator().manual_seed(seed) for _ in part]
             yield from self.pipe(
@@ -635,9 +637,8 @@ class GRPOTrainer:
         config = self.config
         start = time.perf_counter()
         batches = list(split_rollout(rollout, config.micro_batch_size))
-        with self.lora.disabled(), torch.no_grad():  # the reference: the same model, adapters off
-            for batch in batches if config.kl_coef > 0 else []:
-                batch["ref_logprobs"], _ = self.compute_logprobs(batch)
+        if config.kl_coef > 0:
+            self.add_ref_logprobs(batches)
         rows = []
         norms = []
         for batch in batches * config.num_iterations:  # the same dicts each time
@@ -665,6 +666,11 @@ class GRPOTrainer:
         metrics["sec_update"] = time.perf_counter() - start
         metrics["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
+
+    def add_ref_logprobs(self, batches):  # the reference is the same model with its adapters off
+        with self.lora.disabled(), torch.no_grad():
+            for batch in batches:
+                batch["ref_logprobs"], _ = self.compute_logprobs(batch)
 
     def compute_logprobs(self, batch):
         return self.wrapper.compute_logprobs(batch["prompts"], batch["tokens"], batch["allowed"])
@@ -842,11 +848,12 @@ def parse_args(argv=None):
                              "--prompts and --model where they have moved")
         try:
             saved = torch.load(Path(typed["resume"], "checkpoint.pt"), "cpu", weights_only=True)
-            return Config(**saved["args"] | typed)
+            return Config(**(saved["args"] | typed))
         except Exception as error:
             raise ValueError(f"--resume: {typed['resume']} holds no run: {error!r}") from error
     typed.setdefault("model", Config.model if free_gib() >= 60 else "tiny")
-    return Config(**(TINY if typed["model"] == "tiny" else {}) | typed)
+    defaults = TINY if typed["model"] == "tiny" else {}
+    return Config(**(defaults | typed))
 
 def main(argv=None):
     if "RANK" in os.environ:  # torchrun: a process for each GPU; one talks for all
