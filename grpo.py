@@ -17,17 +17,17 @@ A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTr
   5. update   make tokens of better images likelier and those of worse ones less, within PPO's
               clip, at a price (KL) for leaving the base model
   6. log      metrics, pictures of fixed prompts, a checkpoint
-The image size alone sets the number of tokens: no padding, no mask in the loss.
 `python grpo.py` runs a toy on a laptop, or GLM-Image on a GPU with 60 GiB free.
 
 Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B of them in a micro-batch; L prompt tokens,
-padded on the left; T image tokens, each one of V codes.
+padded on the left; T image tokens, each one of V codes. The image size alone sets T: no image is
+shorter than another, so the loss needs no mask.
 """
 import argparse, contextlib, dataclasses, functools, inspect, io, json, math, os, re
 import runpy, signal, sys, time, typing
 from pathlib import Path
 
-import diffusers, safetensors.torch, torch, transformers
+import diffusers, filelock, safetensors.torch, torch, transformers
 import numpy as np
 import torch.nn.functional as F
 from diffusers.image_processor import VaeImageProcessor
@@ -44,15 +44,15 @@ def number(kind, low, high=1e9):  # a type for argparse: an int or a float from 
 count = number(int, 1)
 amount = number(float, 0)
 
-def image_size(word):  # 512, or 1024x768 with the width first -> (height, width)
-    sides = [count(side) for side in word.split("x")]
+def image_size(word):  # 512, 1024x768, or [1024, 768] as it is stored -> (width, height)
+    sides = [count(side) for side in re.split("x|, ", word.strip("()[]"))]
     if len(sides) > 2 or any(side % 32 for side in sides):
         raise argparse.ArgumentTypeError(f"{word}: pixels come in multiples of 32")
-    return sides[-1], sides[0]
+    return sides[0], sides[-1]
 
 def absolute(word):  # paths in it become absolute: a run can be resumed from another directory
-    return ",".join(os.path.abspath(part) if os.path.exists(part.split(":")[0])
-                    else part for part in word.split(","))
+    return ",".join(os.path.abspath(part) if os.path.exists(part.split(":")[0]) else part
+                    for part in word.split(","))
 
 @dataclasses.dataclass
 class Config:
@@ -125,10 +125,10 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     A = advantages.detach()[:, None]  # [N, 1]
     log_ratio = new - old_logprobs.detach().reshape_as(new)
-    if importance not in ("token", "sequence"):
-        raise ValueError(f"importance is {importance!r}, but must be token or sequence")
     if importance == "sequence":
         log_ratio = log_ratio.mean(dim=1, keepdim=True)
+    elif importance != "token":
+        raise ValueError(f"importance is {importance!r}, but must be token or sequence")
     ratio = log_ratio.exp()
 
     # The min is the more pessimistic of the two. Where a ratio has moved far enough the good way,
@@ -168,8 +168,7 @@ def pack_bits(mask):  # bool [.., V] -> uint8 [.., V / 8]: 16,384 codes take 2 K
     return sum(mask[..., i::8].byte() << i for i in range(8))
 
 def unpack_bits(packed):  # uint8 [.., V / 8] -> bool [.., V]
-    bits = [packed >> i & 1 for i in range(8)]
-    return torch.stack(bits, dim=-1).bool().flatten(-2)
+    return torch.stack([packed >> i & 1 for i in range(8)], dim=-1).bool().flatten(-2)
 
 # --- Rewards -------------------------------------------------------------------------------------
 # function(images, prompts, targets) -> N numbers, higher is better, None is no opinion. Images are
@@ -329,8 +328,7 @@ def build_position_ids(attention_mask, grids):
          h:    1   0  1  2   3  3    5  5  6  6
          w:    1   0  1  2   3  4    5  6  5  6
     The trap: `transformers` applies them in `generate` only. A plain forward pass takes the image
-    for a line of text, without any error, and every log-prob is wrong.
-    """
+    for a line of text, without any error, and every log-prob is wrong."""
     text = (attention_mask.cumsum(dim=1) - 1).masked_fill(attention_mask == 0, 1)  # [B, L]
     parts = [text.expand(3, -1, -1)]
     start = attention_mask.sum(dim=1, keepdim=True)  # [B, 1]
@@ -370,7 +368,7 @@ class GLMImageWrapper:
         self.pipe = pipe
         self.config = config
         self.device = torch.device(device)
-        self.height, self.width = config.size
+        self.width, self.height = config.size
         self.policy = pipe.vision_language_encoder
         self.temperature = config.temperature or self.policy.generation_config.temperature or 1.0
         self.top_p = config.top_p or self.policy.generation_config.top_p or 1.0
@@ -378,8 +376,7 @@ class GLMImageWrapper:
         # The two halves. The vision tower, for image-to-image, is in neither and stays on the CPU.
         self.ar_half = torch.nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit_half = torch.nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
-        scarce = config.offload == "auto" and 0 < free_gib() < 60
-        offload = scarce or config.offload == "on"
+        offload = config.offload == "on" or config.offload == "auto" and 0 < free_gib() < 60
         self.policy.requires_grad_(False)
         self.policy.activation_checkpointing_enable()
         for half in (self.ar_half, self.dit_half):
@@ -400,11 +397,9 @@ class GLMImageWrapper:
         """path: hub id, folder, or tiny. On a GPU if there is one, and then in bf16."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if path == "tiny":
-            pipe = make_tiny_pipeline(config.seed)
-        else:
-            dtype = torch.bfloat16 if device == "cuda" else torch.float32
-            pipe = diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype)
-        return cls(pipe, config, device)
+            return cls(make_tiny_pipeline(config.seed), config, device)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype), config, device)
 
     def policy_on_device(self):  # for all that runs the policy, the backward pass included
         return on_device(self.ar_half, self.device)
@@ -420,8 +415,7 @@ class GLMImageWrapper:
         large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # the draft is sampled first
         position_ids = build_position_ids(mask, [draft, large])
         T = position_ids.shape[2] - mask.shape[1]
-        mask = F.pad(mask, (0, T), value=1).bool()
-        return inputs.input_ids, mask, position_ids
+        return inputs.input_ids, F.pad(mask, (0, T), value=1).bool(), position_ids
 
     def forward(self, ids, visible, position_ids, num_last, cache=None):
         """Logits at the last positions, of codes alone, fp32, at the temperature [B, num_last, V].
@@ -489,26 +483,24 @@ class GLMImageWrapper:
         """Step 2. P prompts and seeds, tokens [N, T] -> N images; drafts are not painted. All of a
         group begin with the same noise (DanceGRPO, 2505.07818): their rewards differ because their
         tokens do, not by luck."""
-        images = []
         h = self.height // 32
         w = self.width // 32
         large = tokens[:, -h * w:].to(self.device).view(-1, h, w)
         codes = large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # the DiT's grid
+        images = []
         with on_device(self.dit_half, self.device):
             for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
-                images += self.decode_group(prompt, group, seed)
+                # Only quoted words reach the DiT as text; what to draw reaches it as codes. One
+                # prompt at a time: it would see the padding of several.
+                glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
+                for part in group.split(self.config.micro_batch_size):
+                    images += self.pipe(
+                        prompt_embeds=glyphs.repeat(len(part), 1, 1), prior_token_ids=part,
+                        generator=[torch.Generator().manual_seed(seed) for _ in part],
+                        height=self.height, width=self.width,
+                        num_inference_steps=self.config.decode_steps,
+                        guidance_scale=self.config.guidance).images
         return images
-
-    def decode_group(self, prompt, codes, seed):  # by itself: the DiT would see padding of prompts
-        # Only quoted words reach the DiT as text; what to draw reaches it as codes.
-        glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
-        for part in codes.split(self.config.micro_batch_size):
-            same_noise = [torch.Generator().manual_seed(seed) for _ in part]
-            yield from self.pipe(
-                prompt_embeds=glyphs.repeat(len(part), 1, 1), prior_token_ids=part,
-                generator=same_noise, height=self.height, width=self.width,
-                num_inference_steps=self.config.decode_steps,
-                guidance_scale=self.config.guidance).images
 
     def generate_with_tracking(self, prompts, group_size, seeds):  # N images, and what sample gives
         samples = self.sample(prompts, group_size, seeds)
@@ -527,15 +519,11 @@ def gather(rows):  # a list -> the lists of all GPUs joined, in the order of the
 
 def merge_rows(rows):  # metrics of several GPUs or micro-batches -> one row: means, and two maxima
     merged = {}
-    for key in rows[0]:
+    for key in dict.fromkeys(key for row in rows for key in row):
         values = [row[key] for row in rows if key in row]
         merge = max if key in ("ratio_max", "sampler_gap") else np.mean
         merged[key] = float(merge(values))
     return merged
-
-def split_rollout(rollout, size):  # {key: n values} -> micro-batches with the same keys
-    for start in range(0, len(rollout["tokens"]), size):
-        yield {key: values[start:start + size] for key, values in rollout.items()}
 
 class GRPOTrainer:
     """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}, by default the config's;
@@ -558,14 +546,15 @@ class GRPOTrainer:
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
 
     def train(self):
-        """GRPO, until config.steps are done or a signal has come."""
+        """GRPO, until config.steps are done or a signal has come to one of the GPUs."""
         config = self.config
+        if self.rank == 0:  # a new run makes its folder, and no other may write there meanwhile
+            self.out.mkdir(parents=True, exist_ok=bool(self.history))
+            self.lock = filelock.FileLock(self.out / ".lock", is_singleton=True)
+            self.lock.acquire(timeout=0)
         if not self.history:
-            if self.rank == 0:
-                self.out.mkdir(parents=True)  # an error if it exists: a run has its own folder
             self.keep({"step": 0})  # pictures and reward of the untrained policy
-        stop = 0
-        while len(self.history) <= config.steps and not stop:
+        while len(self.history) <= config.steps and not max(gather([self.stopped])):
             try:
                 rollout, metrics = self.rollout(len(self.history))  # 1. sample, 2. decode, 3. score
                 rewards = torch.tensor(gather(rollout["rewards"].tolist()))  # [N], of all GPUs
@@ -577,22 +566,20 @@ class GRPOTrainer:
             rollout["advantages"] = advantages.chunk(self.world_size)[self.rank]
             with self.wrapper.policy_on_device():
                 metrics |= self.train_step(rollout)  # 5. update
-            stop = max(gather([self.stopped]))  # all or none: they wait for each other
-            self.stopped = stop or self.stopped  # a signal since then waits for the next turn
             self.keep({"step": len(self.history), **merge_rows(gather([metrics]))})  # 6. log
+        self.stopped = max(gather([self.stopped]))
+        self.save_checkpoint()
 
     def choose_prompts(self, step):
         """-> indices of this GPU's prompts and a seed for each, from config.seed and step alone: no
         random state to store. Each prompt comes once, in a new order, before any comes again."""
-        chosen = []
-        seeds = []
+        seed = self.config.seed
         last = step * self.config.batch_size
-        for turn in range(last - self.config.batch_size + self.rank, last, self.world_size):
-            lap, place = divmod(turn, len(self.prompts))
-            order = np.random.default_rng([self.config.seed, lap]).permutation(len(self.prompts))
-            chosen.append(order[place])
-            seeds.append((self.config.seed * 1_000_003 + turn) % 2**32)
-        return chosen, seeds
+        turns = np.arange(last - self.config.batch_size + self.rank, last, self.world_size)
+        laps, places = np.divmod(turns, len(self.prompts))
+        orders = [np.random.default_rng([seed, lap]).permutation(len(self.prompts)) for lap in laps]
+        chosen = [order[place] for order, place in zip(orders, places)]
+        return chosen, ((seed * 1_000_003 + turns) % 2**32).tolist()
 
     def rollout(self, step):
         """Steps 1 to 3, on this GPU's prompts -> {key: n values}, metrics."""
@@ -605,13 +592,12 @@ class GRPOTrainer:
         sampled = time.perf_counter()
         images = self.wrapper.decode(prompts, tokens, seeds)
         decoded = time.perf_counter()
-        rollout = dict(images=images, tokens=tokens, logprobs=logprobs, allowed=allowed)
         rows = np.repeat(chosen, config.group_size)  # p0 p0 .. p1 p1 ..
-        rollout["prompts"] = [self.prompts[i] for i in rows]
-        targets = [self.targets[i] for i in rows]
+        rollout = dict(images=images, tokens=tokens, logprobs=logprobs, allowed=allowed,
+                       prompts=[self.prompts[i] for i in rows])
         rewards, components = compute_rewards(
-            images, rollout["prompts"], targets, self.rewards, config.group_size,
-            config.reward_norm)
+            images, rollout["prompts"], [self.targets[i] for i in rows], self.rewards,
+            config.group_size, config.reward_norm)
         rollout["rewards"] = rewards
         groups = rewards.view(-1, config.group_size)
         spread = groups.amax(dim=1) - groups.amin(dim=1)
@@ -636,9 +622,14 @@ class GRPOTrainer:
         the micro-batch size nor the number of GPUs changes the gradient."""
         config = self.config
         start = time.perf_counter()
-        batches = list(split_rollout(rollout, config.micro_batch_size))
+        N = len(rollout["tokens"])
+        size = config.micro_batch_size
+        batches = [{key: values[i:i + size] for key, values in rollout.items()}
+                   for i in range(0, N, size)]
         if config.kl_coef > 0:
-            self.add_ref_logprobs(batches)
+            with self.lora.disabled(), torch.no_grad():  # without its adapters: the reference
+                for batch in batches:
+                    batch["ref_logprobs"], _ = self.compute_logprobs(batch)
         rows = []
         norms = []
         for batch in batches * config.num_iterations:  # the same dicts each time
@@ -652,8 +643,7 @@ class GRPOTrainer:
                 new_logprobs, batch["old_logprobs"], batch["advantages"].to(new_logprobs),
                 config.clip_range, config.clip_range_high, batch.get("ref_logprobs"),
                 config.kl_coef, config.importance)
-            share = len(new_logprobs) / len(rollout["tokens"]) / self.world_size
-            (loss * share).backward()
+            (loss * len(new_logprobs) / N / self.world_size).backward()
             gap = batch["logprobs"].to(new_logprobs) - batch["old_logprobs"]
             metrics["sampler_gap"] = gap.abs().max().item()
             metrics["entropy"] = entropy.mean().item()
@@ -666,11 +656,6 @@ class GRPOTrainer:
         metrics["sec_update"] = time.perf_counter() - start
         metrics["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
-
-    def add_ref_logprobs(self, batches):  # the reference is the same model with its adapters off
-        with self.lora.disabled(), torch.no_grad():
-            for batch in batches:
-                batch["ref_logprobs"], _ = self.compute_logprobs(batch)
 
     def compute_logprobs(self, batch):
         return self.wrapper.compute_logprobs(batch["prompts"], batch["tokens"], batch["allowed"])
@@ -692,11 +677,11 @@ class GRPOTrainer:
         self.history.append(row)
         due = row["step"] % self.config.save_every == 0 or row["step"] == self.config.steps
         bad = [row.get("skipped") for row in self.history[-3:]] == [1, 1, 1]
-        if due and self.rank == 0:
-            row["reward_fixed"] = self.save_samples(row["step"])
         if self.rank == 0:
+            if due:
+                row["reward_fixed"] = self.save_samples(row["step"])
             self.log(row)
-        if due or bad or self.stopped:
+        if due or bad:
             self.save_checkpoint()
         if bad:
             raise FloatingPointError("three steps in a row without a finite gradient: lower --lr")
@@ -705,21 +690,21 @@ class GRPOTrainer:
         lines = [json.dumps(row) + "\n" for row in self.history]
         write_file(self.out / "metrics.jsonl", "".join(lines).encode())
         keys = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap reward_fixed"
-        print(*[f"{key} {row[key]:<8.3g}" for key in keys.split() if key in row], flush=True)
+        with contextlib.suppress(BrokenPipeError):  # a closed terminal ends no run
+            print(*[f"{key} {row[key]:<8.3g}" for key in keys.split() if key in row], flush=True)
 
     def evaluate(self, prompts, targets):  # -> an image of each, from fixed seeds; their rewards
         images = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))[0]
-        return images, compute_rewards(images, prompts, targets, self.rewards)[0].tolist()
+        rewards, _ = compute_rewards(images, prompts, targets, self.rewards, len(images))
+        return images, rewards.tolist()
 
     def save_samples(self, step):
         """Fixed prompts: from picture to picture only the policy differs -> their mean reward."""
         images, rewards = self.evaluate(self.prompts[:8], self.targets[:8])
         for image, prompt, reward in zip(images, self.prompts, rewards):
-            caption = f"{reward:.3f} {prompt:.16}"
-            ImageDraw.Draw(image).text((4, 4), caption, font_size=image.width / 14,
-                                       stroke_width=2, stroke_fill="black")
-        rows = 2 - len(images) % 2
-        sheet = diffusers.utils.make_image_grid(images, rows, len(images) // rows)
+            ImageDraw.Draw(image).text((4, 4), f"{reward:.3f} {prompt:.16}", stroke_fill="black",
+                                       stroke_width=2, font_size=image.width / 14)
+        sheet = diffusers.utils.make_image_grid(images, 1, len(images))
         save_picture(self.out / f"samples/step_{step:05d}.png", sheet)
         if step > 0:  # before, now, and the mean reward of each step, from lowest to highest
             first = Image.open(self.out / "samples/step_00000.png")
@@ -728,15 +713,14 @@ class GRPOTrainer:
             y = np.interp(y, (min(y), max(y)), (curve.height - 6, 6))
             x = np.linspace(0, curve.width, len(y))
             ImageDraw.Draw(curve).line(list(zip(x, y)), "crimson", 3)
-            progress = diffusers.utils.make_image_grid([first, sheet, curve], 1, 3)
+            progress = diffusers.utils.make_image_grid([first, sheet, curve], 3, 1)
             save_picture(self.out / "progress.png", progress)
         return np.mean(rewards).item()
 
     def save_checkpoint(self):  # adapter/ to use elsewhere, checkpoint.pt to go on from
         if self.rank == 0:
             state = dict(step=len(self.history) - 1, history=self.history, prompts=self.prompts,
-                         args=vars(self.config), optimizer=self.optimizer.state_dict())
-            state["adapter"] = self.lora.weights
+                         adapter=self.lora.weights, optimizer=self.optimizer.state_dict())
             file = io.BytesIO()
             torch.save(state, file)
             self.lora.save(self.out / "adapter", self.config.model)
@@ -747,10 +731,11 @@ class GRPOTrainer:
         """Weights, optimizer and history of a run go on. ValueError if they do not fit this one."""
         try:
             state = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True)  # no code
+            self.optimizer.load_state_dict(state["optimizer"])
             for name, weight in self.lora.weights.items():
                 weight.data.copy_(state["adapter"][name].view_as(weight))
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.history = state["history"]
+                self.optimizer.state[weight]["exp_avg"].view_as(weight)
+            self.history = [{"step": i} | row for i, row in enumerate(state["history"])]
         except Exception as error:
             raise ValueError(f"{folder} is no run of this model: {error!r}") from error
         if state["prompts"] != self.prompts:
@@ -791,8 +776,9 @@ def make_tiny_models():
         num_layers=1, num_attention_heads=2, text_embed_dim=32, time_embed_dim=32, condition_dim=8,
         prior_vq_quantizer_codebook_size=8)
     vae = diffusers.AutoencoderKL(
-        up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[16] * 4, layers_per_block=0,
-        latent_channels=16, norm_num_groups=1, latents_mean=[0.0] * 16, latents_std=[1.0] * 16)
+        up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8, 8, 16, 16],
+        layers_per_block=0, latent_channels=16, norm_num_groups=1, latents_mean=[0.0] * 16,
+        latents_std=[1.0] * 16)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     glyphs = transformers.ByT5Tokenizer()
     return diffusers.GlmImagePipeline(glyphs, processor, t5, ar, vae, dit, scheduler)
@@ -806,7 +792,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8):
     torch.manual_seed(seed)
     pipe = make_tiny_models()
     wrapper = GLMImageWrapper(pipe, Config(**TINY))
-    palette = torch.stack([color_of(name) for name in COLORS]) * 2 - 1  # [V, 3]
+    palette = torch.stack([color_of(name) for name in COLORS]) * 2 - 1  # [V, 3], in -1..1
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(parts.parameters(), lr=2e-3)
     for _ in range(warmup_steps):
@@ -819,10 +805,12 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8):
         codes = tokens[:, 4:]
         noise = torch.randn(batch, 16, 8, 8)
         velocity = pipe.transformer(
-            noise, torch.randn(batch, 1, 32), codes, codes < 0, torch.tensor([999.0]),
-            torch.full((1, 2), 128.0), torch.zeros(1, 2), image_rotary_emb=None).sample
+            hidden_states=noise, encoder_hidden_states=torch.randn(batch, 1, 32),
+            prior_token_id=codes, prior_token_drop=codes < 0, timestep=torch.tensor([999.0]),
+            target_size=torch.full((1, 2), 128.0), crop_coords=torch.zeros(1, 2),
+            image_rotary_emb=None).sample
         painted = pipe.vae._decode(noise - velocity).sample  # [B, 3, 64, 64]; decode is slower
-        squares = palette[codes].mT.unflatten(2, (4, 4))  # [B, 3, 4, 4], in -1..1
+        squares = palette[codes].mT.unflatten(2, (4, 4))  # [B, 3, 4, 4]
         loss = F.mse_loss(painted, F.interpolate(squares, 64)) - logprobs.mean()
         optimizer.zero_grad()
         loss.backward()
@@ -846,11 +834,12 @@ def parse_args(argv=None):
         if typed.keys() - {"resume", "steps", "prompts", "model"}:
             raise ValueError("a resumed run has its own settings: only --steps may change, and "
                              "--prompts and --model where they have moved")
-        try:
-            saved = torch.load(Path(typed["resume"], "checkpoint.pt"), "cpu", weights_only=True)
-            return Config(**(saved["args"] | typed))
-        except Exception as error:
-            raise ValueError(f"--resume: {typed['resume']} holds no run: {error!r}") from error
+        file = Path(typed["resume"], "args.json")
+        if not file.exists():
+            raise ValueError(f"--resume: {file.parent} holds no run")
+        words = [f"--{name.replace('_', '-')}={value}"  # checked like those that are typed
+                 for name, value in json.loads(file.read_text()).items() if value is not None]
+        return Config(**(vars(parser.parse_args(words)) | typed))
     typed.setdefault("model", Config.model if free_gib() >= 60 else "tiny")
     defaults = TINY if typed["model"] == "tiny" else {}
     return Config(**(defaults | typed))
@@ -875,8 +864,7 @@ def main(argv=None):
         prompts, targets = load_prompts(config.prompts)
         if "mse" in rewards and None in targets:
             raise ValueError(f"--reward mse: a line of {config.prompts} has no target")
-        free = f"{free_gib():.0f} GiB of GPU memory free"
-        print(f"model: {config.model} ({free}, GLM-Image wants 60)")
+        print(f"model: {config.model} ({free_gib():.0f} GiB of GPU memory free, of 60 for all)")
         wrapper = GLMImageWrapper.from_pretrained(config.model, config)
         trainer = GRPOTrainer(config, wrapper, prompts, rewards, targets)
         if config.resume:
@@ -887,13 +875,12 @@ def main(argv=None):
         signal.signal(number, trainer.stop)
     try:
         trainer.train()
+        print(f"{trainer.out}: progress.png, and adapter/ for {type(wrapper.policy).__name__}")
     except (OSError, FloatingPointError) as error:
         fail(error)
     if trainer.world_size > 1:
         gather([])  # a process that leaves early would abort the others
         torch.distributed.destroy_process_group()
-    print(f"pictures and curve: {trainer.out}/progress.png")
-    print(f'to use the adapter: pipe.vision_language_encoder.load_adapter("{trainer.out}/adapter")')
     if trainer.stopped:
         print(f"stopped after step {len(trainer.history) - 1}: --resume {trainer.out} goes on")
         sys.exit(128 + trainer.stopped)
