@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -32,6 +33,8 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import grpo
 
@@ -99,8 +102,8 @@ def make_adapted(dtype=torch.float32, **settings):
 
 
 def make_real(device):
-    """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the toy's words.
-    The sizes are the defaults of the classes, or stand here; VAE and text encoder are taken to be CogView4's
+    """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the toy's words,
+    but the real draft of 16 x 16 tokens. The sizes are the defaults of the classes, or stand here; VAE and text encoder are taken to be CogView4's
     and about ByT5 small's."""
     V = 16384
     home = "meta" if device == "meta" else "cpu"
@@ -124,6 +127,7 @@ def make_real(device):
             use_quant_conv=False, use_post_quant_conv=False).to(home)
     ar.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
     toy = grpo.make_tiny_models()
+    del toy.processor._get_target_shape
     return diffusers.GlmImagePipeline(toy.tokenizer, toy.processor, t5, ar, vae, dit, toy.scheduler)
 
 
@@ -1038,6 +1042,180 @@ def test_activations_are_recomputed_not_kept(sampled):
     assert kept[1] < 0.6 * kept[0]
     wrapper.sample(PROMPTS, 2, seeds=[0, 1])
     assert not any(layer.training for layer in layers)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Memory, counted: the real sizes on the `meta` device, where a tensor has a size and no contents
+
+
+def describe(value):
+    """What the shape of an operation's result depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple([describe(part) for part in value])
+    return type(value), value
+
+
+class FakeGPU(TorchDispatchMode):
+    """`meta` stands for the GPU, the CPU is the host. Every operation passes through here, of the backward
+    pass too. A storage counts from the operation that makes it until nobody holds it any more, in blocks of
+    512 bytes, as PyTorch has them on a GPU. The weights are added by hand: with offloading, those of a half
+    count inside its `on_device` alone."""
+
+    def __init__(self, *halves):
+        super().__init__()
+        self.alive = {}  # storages: a weak reference, bytes
+        self.results = {}  # of operations seen before; to ask PyTorch again would take most of the time
+        self.sent = 0  # bytes from the host
+        self.sizes = {half: sum(weight.nbytes for weight in half.parameters()) for half in halves}
+        self.weights = {"on": 0, "off": sum(self.sizes.values())}  # bytes on the GPU, by --offload
+        self.peaks = {"on": 0, "off": 0}
+        self.now = 0  # bytes beside the weights
+        for weight in tensors_of(*halves):
+            self.see(weight)
+        self.now = 0
+
+    def grow(self, size):
+        self.now += size
+        for offload, weights in self.weights.items():
+            self.peaks[offload] = max(self.peaks[offload], weights + self.now)
+
+    def see(self, tensor):
+        """-> True if it is new, and all of its storage."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.alive:
+            return False
+        size = -(-storage.nbytes() // 512) * 512
+        self.alive[key] = weakref.ref(storage, lambda _: self.forget(key)), size
+        self.grow(size)
+        return storage.nbytes() == tensor.nbytes
+
+    def forget(self, key):
+        self.now -= self.alive.pop(key)[1]
+
+    @contextlib.contextmanager
+    def on_device(self, on_device, half, device):
+        """Around the real one. The weights are on `meta` all the time; what it would bring is counted here."""
+        size = 0 if self.sizes[half] <= self.weights["on"] else self.sizes[half]
+        self.weights["on"] += size
+        with on_device(half, device):
+            yield
+        self.weights["on"] -= size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.is_view or function._schema.is_mutable:
+            return function(*args, **kwargs)
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1  # `.item()`: any number will do
+        if function is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if function is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool:
+            return args[0].flatten(0, args[1][0].dim() - 1)  # the glyphs that are no padding: all of them
+        key = describe([function, args, list(kwargs.items())])
+        if key in self.results:
+            shape, stride, dtype = self.results[key]
+            result = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            result = function(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if self.see(tensor) and tensor is result:
+                    self.results[key] = tensor.shape, tensor.stride(), tensor.dtype
+        if function is torch.ops.aten._to_copy.default and not args[0].is_meta:
+            self.sent += result.nbytes
+        return result
+
+
+def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """What `F.scaled_dot_product_attention` allocates on a GPU; on `meta` it would make the matrix of scores.
+    With a mask it is the memory-efficient kernel, which wants the mask in the dtype of the query, its rows
+    padded to a multiple of 8. Without one it is flash attention, which allocates the same."""
+    assert not enable_gqa
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
+        K = attn_mask.shape[-1]
+        if K % 8:
+            attn_mask = F.pad(attn_mask, (0, -K % 8))[..., :K]
+        attn_mask = attn_mask.expand(*query.shape[:3], K)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+
+
+def skip_tokens(forward, T):
+    """`forward` for a sampler of T tokens: the prompts and the last token are computed, with all that is kept
+    of the others. A static cache has its full length from the prompts on."""
+    fed = []
+
+    def forward_rarely(ids, visible, position_ids, num_last, cache):
+        assert isinstance(cache, transformers.StaticCache)
+        fed.extend(ids[0] if ids.shape[1] == 1 else [])
+        if 0 < len(fed) < T:
+            return torch.empty(len(ids), num_last, 16384, device="meta")
+        return forward(ids, visible, position_ids, num_last, cache)
+
+    return forward_rarely
+
+
+def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
+    """Highest GiB alive on the GPU in the second step -> {"update", "sample", "decode": {"on", "off"}}, by
+    --offload; and the MiB that an update of two micro-batches sends there.
+
+    Of the update two micro-batches are run, the second beside the gradients of the first; of the decoding one,
+    in two denoising steps. More of them would find the GPU as these do. All else is the trainer's code at full
+    length. Real numbers are wanted by the prompts, which are read on the host, and by the scheduler."""
+    config = grpo.Config(size=(side, side), batch_size=num_prompts, group_size=group_size,
+                         micro_batch_size=micro_batch_size, decode_steps=2, offload="off")
+    wrapper = grpo.GLMImageWrapper(make_real("meta"), config, "meta")
+    prompt = "red " * 40
+    T = 256 + (side // 32) ** 2
+    n = 2 * micro_batch_size
+    rollout = dict(prompts=[prompt] * n, tokens=torch.zeros(n, T).long(), logprobs=torch.zeros(n, T),
+                   allowed=torch.zeros(n, T, 16384 // 8).byte(), advantages=torch.zeros(n))
+    encode = wrapper.encode
+
+    def encode_on_host(prompts):
+        with mock.patch.object(wrapper, "device", torch.device("cpu")):
+            return [tensor.to("meta") for tensor in encode(prompts)]
+
+    def update():
+        with wrapper.policy_on_device():
+            trainer.train_step(rollout)
+
+    def sample():
+        with mock.patch.object(wrapper, "forward", skip_tokens(wrapper.forward, T)):
+            wrapper.sample([prompt] * num_prompts, group_size, range(num_prompts))
+
+    def decode():
+        wrapper.decode([prompt], rollout["tokens"][:micro_batch_size], [0])
+
+    gpu = FakeGPU(wrapper.ar_half, wrapper.dit_half)
+    peaks = {}
+    with (
+        mock.patch.object(wrapper, "encode", encode_on_host),
+        mock.patch.object(grpo, "on_device", functools.partial(gpu.on_device, grpo.on_device)),
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(type(wrapper.pipe.scheduler), "index_for_timestep", return_value=0),
+        gpu,
+    ):
+        trainer = grpo.GRPOTrainer(config, wrapper, [prompt])
+        trainer.optimizer.param_groups[0]["foreach"] = True  # as by default on a GPU
+        for weight in trainer.lora.weights.values():
+            weight.grad = torch.zeros_like(weight)
+        trainer.optimizer.step()  # AdamW's memory exists from the first step on
+        trainer.optimizer.zero_grad()
+        resident = gpu.now
+        for phase in (update, sample, decode):
+            gpu.peaks = {"on": 0, "off": 0}
+            phase()
+            peaks[phase.__name__] = {offload: peak / 2**30 for offload, peak in gpu.peaks.items()}
+            left = gpu.now - resident
+            assert left < 2**20, f"{phase.__name__} leaves {left} bytes behind"
+            sent = gpu.sent if phase is update else sent
+    return peaks, sent / 2**20
 
 
 # ------------------------------------------------------------------------------------------------------------
