@@ -730,6 +730,27 @@ def test_sampling_equals_the_plain_way(top_p):
     assert (grpo.unpack_bits(allowed).sum(dim=2) == 8).all() == (top_p == 1)
 
 
+def test_no_row_of_the_masks_is_empty(sampled):
+    """A padded position that sees no key may become NaN on a GPU. So it sees itself, and no token changes: on
+    a CPU, where an empty row gives zeros, the sampler is the same with nothing padded in sight."""
+    wrapper = make_wrapper()
+    _, mask, _ = wrapper.encode(PROMPTS)
+    emptied = []
+
+    def hide_padding(module, args, inputs):
+        visible = inputs["attention_mask"]
+        assert visible.any(dim=-1).all()
+        seen = mask[:, None, None, :visible.shape[-1]].repeat_interleave(len(visible) // len(PROMPTS), dim=0)
+        hidden = visible & seen
+        emptied.append((~hidden.any(dim=-1)).sum().item())
+        return args, inputs | {"attention_mask": hidden}
+
+    wrapper.policy.model.language_model.register_forward_pre_hook(hide_padding, with_kwargs=True)
+    tokens, logprobs, _ = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    assert emptied[0] > 0  # in the pass that reads the prompts
+    assert torch.equal(tokens, sampled[1]) and torch.equal(logprobs, sampled[2])
+
+
 @pytest.mark.parametrize("chance, first", [(0.0, True), (1 - 2**-24, False)])
 def test_no_chance_falls_out_of_the_nucleus(monkeypatch, chance, first):
     """A number of exactly 0 would draw code 0, allowed or not, with a log-prob of -inf; one next to 1 a code
@@ -846,19 +867,23 @@ def test_images_come_from_the_large_tokens_and_the_noise_of_the_group(wrapper, s
 
 
 def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
-    """But for the rounding of other batch sizes, a grey level; the text encoder is asked once a group."""
+    """But for the rounding of other batch sizes, a grey level; the text encoder is asked once a group. The VAE
+    works image by image at any size: four at once take 9 GiB more at 1024 x 1024."""
     _, tokens, _ = sampled
     pictures = []
     read = []
     sizes = []
+    painted = []
     for size in (1, 2, 3):
         wrapper = make_wrapper(micro_batch_size=size, decode_steps=2)
         wrapper.pipe.text_encoder.register_forward_hook(lambda *_: read.append(1))
         wrapper.pipe.transformer.register_forward_pre_hook(
             lambda module, args, inputs: sizes.append(len(inputs["hidden_states"])), with_kwargs=True)
+        wrapper.pipe.vae.decoder.register_forward_pre_hook(lambda _, args: painted.append(len(args[0])))
         pictures.append(grpo.pil_to_tensor(wrapper.decode(PROMPTS, tokens, [1, 2])))
     assert sizes == [1] * 12 + [2, 2, 1, 1] * 2 + [3] * 4  # two denoising steps each
     assert len(read) == 3 * 2
+    assert painted == [1] * 3 * 6
     assert all((picture - pictures[0]).abs().max() < 1.5 / 255 for picture in pictures)
     assert (pictures[0][0] - pictures[0][1]).abs().max() > 3 / 255
 
@@ -1216,6 +1241,40 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
             assert left < 2**20, f"{phase.__name__} leaves {left} bytes behind"
             sent = gpu.sent if phase is update else sent
     return peaks, sent / 2**20
+
+
+def test_the_count_by_hand():
+    """Views count nothing, a result counts while somebody holds it, the second time too; the weights of a half
+    that is offloaded count inside its `on_device` alone, and once."""
+    half = torch.nn.Linear(512, 512, bias=False, device="meta")  # 1 MiB
+    gpu = FakeGPU(half)
+    place = functools.partial(gpu.on_device, grpo.on_device, half, "meta")
+    with gpu:
+        x = torch.empty(1024, 512, device="meta")  # 2 MiB
+        for _ in range(3):
+            half(x)[:, :256].relu()  # 2 MiB, then 1 more
+            assert gpu.now == 2 * 2**20 and gpu.peaks == {"on": 5 * 2**20, "off": 6 * 2**20}
+        with place(), place():
+            half(x)
+        assert gpu.now == 2 * 2**20 and gpu.peaks == {"on": 5 * 2**20, "off": 6 * 2**20}
+        with place():
+            half(x).relu()
+    assert gpu.peaks == {"on": 7 * 2**20, "off": 7 * 2**20}
+
+
+@pytest.mark.parametrize("side", [512, 1024])
+def test_a_step_fits_a_card_of_24_gb(side):
+    """8 x 4 images with offloading. What is kept beside the weights cannot be less than the adapters with
+    AdamW's two moments and, in the sampler, keys and values."""
+    peaks, sent = count_memory(side, num_prompts=8)
+    T = 256 + (side // 32) ** 2
+    cache = 32 * T * 40 * 2 * 2 * 128 * 2 / 2**30  # samples, tokens, layers, keys and values, heads, size, bytes
+    assert 16.6 + 1.0 + cache < peaks["sample"]["on"] <= 22
+    assert 16.6 + 1.4 < peaks["update"]["on"] <= 22
+    assert 14.1 + 1.0 < peaks["decode"]["on"] <= 22
+    assert all(16.6 + 14.1 + 1.0 < peak["off"] < 40 for peak in peaks.values())
+    # Two samples, for the reference and for the policy. Unpacked on the host it would be eight times as much.
+    assert sent < 1.2 * 2 * 2 * T * 16384 / 8 / 2**20 + 0.1
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1745,6 +1804,22 @@ color = grpo.reward_color
     for a, b in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
         a = without(a, "reward_std/")  # over the images of one GPU
         assert a == pytest.approx(without(b, "reward_std/"), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("cuda, backend", [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
+def test_gpus_talk_over_nccl_and_hosts_over_gloo(command, monkeypatch, cuda, backend):
+    """NCCL waits for a process that has died; what crosses over first in a step must go over gloo."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    begin = mock.Mock(side_effect=ZeroDivisionError)
+    choose = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    monkeypatch.setattr(torch.distributed, "init_process_group", begin)
+    with pytest.raises(ZeroDivisionError):
+        grpo.main(SMALL)
+    assert backend in [*begin.call_args.args, *begin.call_args.kwargs.values()]
+    assert choose.call_args_list == [mock.call(1)] * cuda
 
 
 def lose_a_card():
@@ -2339,7 +2414,7 @@ def test_changes_of_the_readme(tmp_path):
 def test_readme_and_flags_agree():
     """A flag that is gone, or one that nobody is told of."""
     flags = {flag_of(field) for field in FIELDS}
-    others = {"--help", "--bench", "--faults", "--ablate", "--nproc-per-node", "--nnodes", "--rdzv-endpoint"}
+    others = {"--help", "--bench", "--memory", "--faults", "--ablate", "--nproc-per-node", "--nnodes", "--rdzv-endpoint"}
     mentioned = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", README))
     assert flags <= mentioned <= flags | others
 
@@ -2502,6 +2577,37 @@ def bench(argv):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The memory of a GPU, counted without one: `python test_grpo.py --memory`. Nothing here is a test.
+
+
+def memory():
+    """One table. Phases whose peak does not depend on the number of prompts are counted anew in every row."""
+    pipe = make_real("meta")
+    ar = pipe.vision_language_encoder
+    halves = [ar.model.language_model, ar.lm_head], [pipe.text_encoder, pipe.transformer, pipe.vae]
+    whole = gib(ar, *halves[1])
+    # PyTorch rounds a block of pinned memory up to a power of two.
+    rounded = [2 ** math.ceil(math.log2(weight.nbytes)) for half in halves for module in half
+               for weight in module.parameters()]
+    idle = whole - gib(*halves[0]) - gib(*halves[1])
+    print(f"GLM-Image in bf16, counted, GiB of weights: {gib(*halves[0]):.1f} to sample and update, "
+          f"{gib(*halves[1]):.1f} to decode, {idle:.1f} always on the host")
+    print(f"on the host with --offload on: {whole:.1f}, pinned in powers of two {sum(rounded) / 2**30 + idle:.1f}")
+    print("most GiB alive on the GPU in the second step, with --offload on / off; LoRA of rank 32\n")
+    print("| size | prompts x group | micro-batch | sample | decode | update |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for side, num_prompts, group_size, micro_batch_size in MEMORY:
+        peaks, _ = count_memory(side, num_prompts, micro_batch_size, group_size)
+        cells = [f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}" for phase in ("sample", "decode", "update")]
+        print(f"| {side} | {num_prompts} x {group_size} | {micro_batch_size} | {' | '.join(cells)} |", flush=True)
+
+
+MEMORY = [  # size, prompts, group, micro-batch
+    (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
+    (1024, 1, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------
 # What each choice is worth: `python test_grpo.py --ablate [seeds]`. Nothing here is a test.
 
 
@@ -2558,6 +2664,8 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     if sys.argv[1:2] == ["--bench"]:
         bench(sys.argv[2:])
+    elif sys.argv[1:] == ["--memory"]:
+        memory()
     elif sys.argv[1:2] == ["--ablate"]:
         ablate([int(seed) for seed in sys.argv[2:]] or range(5))
     elif sys.argv[1:] == ["--faults"]:
@@ -2569,4 +2677,5 @@ if __name__ == "__main__":
             faults(Path(folder), kills[:20], steps=99)
     else:
         sys.exit("test_grpo.py: error: `python -m pytest` runs the tests; --bench [flags] prints a "
-                 "benchmark, --faults kills a run twenty times, --ablate [seeds] shows what choices do")
+                 "benchmark, --memory counts that of a GPU, --faults kills a run twenty times, "
+                 "--ablate [seeds] shows what choices do")
