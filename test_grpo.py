@@ -1083,19 +1083,20 @@ def describe(value):
 
 
 class FakeGPU(TorchDispatchMode):
-    """`meta` stands for the GPU, the CPU is the host. Every operation passes through here, of the backward
-    pass too. A storage counts from the operation that makes it until nobody holds it any more, in blocks of
-    512 bytes, as PyTorch has them on a GPU. The weights are added by hand: with offloading, those of a half
-    count inside its `on_device` alone."""
+    """`meta` stands for the GPU, the CPU is the host. Every operation passes through here, those of the
+    backward pass too. A storage counts from the operation that makes it until nobody holds it any more, in
+    blocks of 512 bytes, as PyTorch has them on a GPU. The weights stay on `meta` and are added by hand: with
+    offloading, those of a half inside its `on_device` alone."""
 
     def __init__(self, *halves):
         super().__init__()
         self.alive = {}  # storages: a weak reference, bytes
         self.results = {}  # of operations seen before; to ask PyTorch again would take most of the time
-        self.sent = 0  # bytes from the host
         self.sizes = {half: sum(weight.nbytes for weight in half.parameters()) for half in halves}
+        self.inside = []  # the halves whose `on_device` we are in
         self.weights = {"on": 0, "off": sum(self.sizes.values())}  # bytes on the GPU, by --offload
         self.peaks = {"on": 0, "off": 0}
+        self.sent = 0  # bytes from the host
         self.now = 0  # bytes beside the weights
         for weight in tensors_of(*halves):
             self.see(weight)
@@ -1122,23 +1123,32 @@ class FakeGPU(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on_device(self, on_device, half, device):
-        """Around the real one. The weights are on `meta` all the time; what it would bring is counted here."""
-        size = 0 if self.sizes[half] <= self.weights["on"] else self.sizes[half]
+        """Around the one of grpo.py."""
+        size = 0 if half in self.inside else self.sizes[half]
+        self.inside.append(half)
         self.weights["on"] += size
         with on_device(half, device):
             yield
         self.weights["on"] -= size
+        self.inside.remove(half)
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function.is_view or function._schema.is_mutable:
-            return function(*args, **kwargs)
-        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+    def without_contents(self, function, args, kwargs):
+        """What cannot be had from a tensor without contents, made up; None where it can."""
+        if function is torch.ops.aten._local_scalar_dense.default:
             return 1  # `.item()`: any number will do
         if function is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if function is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool:
             return args[0].flatten(0, args[1][0].dim() - 1)  # the glyphs that are no padding: all of them
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.is_view or function._schema.is_mutable:
+            return function(*args, **kwargs)  # nothing new
+        on_gpu = len(args) > 0 and isinstance(args[0], torch.Tensor) and args[0].is_meta
+        made_up = self.without_contents(function, args, kwargs) if on_gpu else None
+        if made_up is not None:
+            return made_up
         key = describe([function, args, list(kwargs.items())])
         if key in self.results:
             shape, stride, dtype = self.results[key]
@@ -1149,7 +1159,7 @@ class FakeGPU(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 if self.see(tensor) and tensor is result:
                     self.results[key] = tensor.shape, tensor.stride(), tensor.dtype
-        if function is torch.ops.aten._to_copy.default and not args[0].is_meta:
+        if function is torch.ops.aten._to_copy.default and result.is_meta and not on_gpu:
             self.sent += result.nbytes
         return result
 
@@ -1246,20 +1256,24 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
 def test_the_count_by_hand():
     """Views count nothing, a result counts while somebody holds it, the second time too; the weights of a half
     that is offloaded count inside its `on_device` alone, and once."""
-    half = torch.nn.Linear(512, 512, bias=False, device="meta")  # 1 MiB
-    gpu = FakeGPU(half)
-    place = functools.partial(gpu.on_device, grpo.on_device, half, "meta")
+    one, two = (torch.nn.Linear(512, n, bias=False, device="meta") for n in (512, 1024))  # 1 and 2 MiB
+    gpu = FakeGPU(one, two)
+    place = functools.partial(gpu.on_device, grpo.on_device)
+
+    def peaks():
+        return [peak / 2**20 for peak in gpu.peaks.values()]
+
     with gpu:
         x = torch.empty(1024, 512, device="meta")  # 2 MiB
         for _ in range(3):
-            half(x)[:, :256].relu()  # 2 MiB, then 1 more
-            assert gpu.now == 2 * 2**20 and gpu.peaks == {"on": 5 * 2**20, "off": 6 * 2**20}
-        with place(), place():
-            half(x)
-        assert gpu.now == 2 * 2**20 and gpu.peaks == {"on": 5 * 2**20, "off": 6 * 2**20}
-        with place():
-            half(x).relu()
-    assert gpu.peaks == {"on": 7 * 2**20, "off": 7 * 2**20}
+            one(x)[:, :256].relu()  # 2 MiB, then 1 more
+            assert gpu.now == 2 * 2**20 and peaks() == [5, 5 + 3]
+        with place(one, "meta"), place(one, "meta"):
+            one(x).relu()  # 2 MiB, then 2 more
+        assert gpu.now == 2 * 2**20 and peaks() == [6 + 1, 6 + 3]
+        with place(two, "meta"), place(one, "meta"):
+            torch.zeros(1024, 1024).to("meta").relu()  # 4 MiB, then 4 more
+        assert gpu.now == 2 * 2**20 and peaks() == [10 + 3, 10 + 3] and gpu.sent == 4 * 2**20
 
 
 @pytest.mark.parametrize("side", [512, 1024])
