@@ -103,8 +103,8 @@ def make_adapted(dtype=torch.float32, **settings):
 
 def make_real(device):
     """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the toy's words,
-    but the real draft of 16 x 16 tokens. The sizes are the defaults of the classes, or stand here; VAE and text encoder are taken to be CogView4's
-    and about ByT5 small's."""
+    but the real draft of 16 x 16 tokens. The sizes are the defaults of the classes, or stand here; VAE and
+    text encoder are taken to be CogView4's and about ByT5 small's."""
     V = 16384
     home = "meta" if device == "meta" else "cpu"
     rope = dict(
@@ -867,8 +867,8 @@ def test_images_come_from_the_large_tokens_and_the_noise_of_the_group(wrapper, s
 
 
 def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
-    """But for the rounding of other batch sizes, a grey level; the text encoder is asked once a group. The VAE
-    works image by image at any size: four at once take 9 GiB more at 1024 x 1024."""
+    """But for the rounding of other batch sizes, a grey level; the text encoder is asked once a group. The
+    VAE works image by image at any size: four at once take 9 GiB more at 1024 x 1024."""
     _, tokens, _ = sampled
     pictures = []
     read = []
@@ -1181,16 +1181,17 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
 
 
 def skip_tokens(forward, T):
-    """`forward` for a sampler of T tokens: the prompts and the last token are computed, with all that is kept
-    of the others. A static cache has its full length from the prompts on."""
+    """`forward` for a sampler of T tokens: only the prompts and the last token are computed, with all that is
+    kept of the others beside them. A static cache has its full length from the prompts on."""
     fed = []
 
-    def forward_rarely(ids, visible, position_ids, num_last, cache):
-        assert isinstance(cache, transformers.StaticCache)
-        fed.extend(ids[0] if ids.shape[1] == 1 else [])
+    def forward_rarely(ids, *args, **kwargs):
+        assert any(isinstance(value, transformers.StaticCache) for value in (*args, *kwargs.values()))
+        if ids.shape[1] == 1:
+            fed.append(True)
         if 0 < len(fed) < T:
-            return torch.empty(len(ids), num_last, 16384, device="meta")
-        return forward(ids, visible, position_ids, num_last, cache)
+            return torch.empty(len(ids), 1, 16384, device="meta")
+        return forward(ids, *args, **kwargs)
 
     return forward_rarely
 
@@ -1199,9 +1200,9 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
     """Highest GiB alive on the GPU in the second step -> {"update", "sample", "decode": {"on", "off"}}, by
     --offload; and the MiB that an update of two micro-batches sends there.
 
-    Of the update two micro-batches are run, the second beside the gradients of the first; of the decoding one,
-    in two denoising steps. More of them would find the GPU as these do. All else is the trainer's code at full
-    length. Real numbers are wanted by the prompts, which are read on the host, and by the scheduler."""
+    Of the update two micro-batches are run, the second beside the gradients of the first; of the decoding
+    one, in two denoising steps. More of them would find the GPU as these do. All else is the trainer's code
+    at full length. Real numbers are wanted by the prompts, read on the host, and by the scheduler."""
     config = grpo.Config(size=(side, side), batch_size=num_prompts, group_size=group_size,
                          micro_batch_size=micro_batch_size, decode_steps=2, offload="off")
     wrapper = grpo.GLMImageWrapper(make_real("meta"), config, "meta")
@@ -1254,8 +1255,8 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
 
 
 def test_the_count_by_hand():
-    """Views count nothing, a result counts while somebody holds it, the second time too; the weights of a half
-    that is offloaded count inside its `on_device` alone, and once."""
+    """Views count nothing, a result counts while somebody holds it, the second time too; the weights of a
+    half that is offloaded count inside its `on_device` alone, and once."""
     one, two = (torch.nn.Linear(512, n, bias=False, device="meta") for n in (512, 1024))  # 1 and 2 MiB
     gpu = FakeGPU(one, two)
     place = functools.partial(gpu.on_device, grpo.on_device)
@@ -1282,7 +1283,7 @@ def test_a_step_fits_a_card_of_24_gb(side):
     AdamW's two moments and, in the sampler, keys and values."""
     peaks, sent = count_memory(side, num_prompts=8)
     T = 256 + (side // 32) ** 2
-    cache = 32 * T * 40 * 2 * 2 * 128 * 2 / 2**30  # samples, tokens, layers, keys and values, heads, size, bytes
+    cache = 32 * T * 40 * 2 * 2 * 128 * 2 / 2**30  # 40 layers, keys and values, 2 heads of 128, 2 bytes
     assert 16.6 + 1.0 + cache < peaks["sample"]["on"] <= 22
     assert 16.6 + 1.4 < peaks["update"]["on"] <= 22
     assert 14.1 + 1.0 < peaks["decode"]["on"] <= 22
@@ -2428,7 +2429,8 @@ def test_changes_of_the_readme(tmp_path):
 def test_readme_and_flags_agree():
     """A flag that is gone, or one that nobody is told of."""
     flags = {flag_of(field) for field in FIELDS}
-    others = {"--help", "--bench", "--memory", "--faults", "--ablate", "--nproc-per-node", "--nnodes", "--rdzv-endpoint"}
+    others = {"--help", "--bench", "--memory", "--faults", "--ablate"}
+    others |= {"--nproc-per-node", "--nnodes", "--rdzv-endpoint"}
     mentioned = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", README))
     assert flags <= mentioned <= flags | others
 
@@ -2594,31 +2596,33 @@ def bench(argv):
 # The memory of a GPU, counted without one: `python test_grpo.py --memory`. Nothing here is a test.
 
 
+MEMORY = [  # size, prompts, group, micro-batch
+    (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
+    (1024, 1, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]
+
+
 def memory():
-    """One table. Phases whose peak does not depend on the number of prompts are counted anew in every row."""
+    """One table. What does not depend on the number of prompts is counted anew in every row."""
     pipe = make_real("meta")
     ar = pipe.vision_language_encoder
-    halves = [ar.model.language_model, ar.lm_head], [pipe.text_encoder, pipe.transformer, pipe.vae]
-    whole = gib(ar, *halves[1])
-    # PyTorch rounds a block of pinned memory up to a power of two.
-    rounded = [2 ** math.ceil(math.log2(weight.nbytes)) for half in halves for module in half
-               for weight in module.parameters()]
-    idle = whole - gib(*halves[0]) - gib(*halves[1])
-    print(f"GLM-Image in bf16, counted, GiB of weights: {gib(*halves[0]):.1f} to sample and update, "
-          f"{gib(*halves[1]):.1f} to decode, {idle:.1f} always on the host")
-    print(f"on the host with --offload on: {whole:.1f}, pinned in powers of two {sum(rounded) / 2**30 + idle:.1f}")
-    print("most GiB alive on the GPU in the second step, with --offload on / off; LoRA of rank 32\n")
+    sampler = [ar.model.language_model, ar.lm_head]
+    painter = [pipe.text_encoder, pipe.transformer, pipe.vae]
+    whole = gib(ar, *painter)
+    idle = whole - gib(*sampler, *painter)
+    print(f"GLM-Image in bf16, GiB of weights: {gib(*sampler):.1f} to sample and update, "
+          f"{gib(*painter):.1f} to decode, {idle:.1f} always on the host")
+    sizes = [weight.nbytes for module in sampler + painter for weight in module.parameters()]
+    pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes) / 2**30  # PyTorch rounds each block up
+    print(f"on the host {whole:.1f}; with --offload on, in pinned memory, {pinned + idle:.1f}")
+    print("highest GiB alive on the GPU in the second step, with --offload on / off:\n")
     print("| size | prompts x group | micro-batch | sample | decode | update |")
     print("|---|---|---|---|---|---|", flush=True)
     for side, num_prompts, group_size, micro_batch_size in MEMORY:
         peaks, _ = count_memory(side, num_prompts, micro_batch_size, group_size)
-        cells = [f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}" for phase in ("sample", "decode", "update")]
-        print(f"| {side} | {num_prompts} x {group_size} | {micro_batch_size} | {' | '.join(cells)} |", flush=True)
-
-
-MEMORY = [  # size, prompts, group, micro-batch
-    (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
-    (1024, 1, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]
+        cells = [f"{side} | {num_prompts} x {group_size} | {micro_batch_size}"]
+        for phase in ("sample", "decode", "update"):
+            cells.append(f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}")
+        print("|", " | ".join(cells), "|", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------
