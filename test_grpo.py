@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -32,6 +33,8 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import grpo
 
@@ -99,9 +102,9 @@ def make_adapted(dtype=torch.float32, **settings):
 
 
 def make_real(device):
-    """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the toy's words.
-    The sizes are the defaults of the classes, or stand here; VAE and text encoder are taken to be CogView4's
-    and about ByT5 small's."""
+    """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the toy's words,
+    but the real draft of 16 x 16 tokens. The sizes are the defaults of the classes, or stand here; VAE and
+    text encoder are taken to be CogView4's and about ByT5 small's."""
     V = 16384
     home = "meta" if device == "meta" else "cpu"
     rope = dict(
@@ -124,6 +127,7 @@ def make_real(device):
             use_quant_conv=False, use_post_quant_conv=False).to(home)
     ar.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
     toy = grpo.make_tiny_models()
+    del toy.processor._get_target_shape
     return diffusers.GlmImagePipeline(toy.tokenizer, toy.processor, t5, ar, vae, dit, toy.scheduler)
 
 
@@ -726,6 +730,27 @@ def test_sampling_equals_the_plain_way(top_p):
     assert (grpo.unpack_bits(allowed).sum(dim=2) == 8).all() == (top_p == 1)
 
 
+def test_no_row_of_the_masks_is_empty(sampled):
+    """A padded position that sees no key may become NaN on a GPU. So it sees itself, and no token changes: on
+    a CPU, where an empty row gives zeros, the sampler is the same with nothing padded in sight."""
+    wrapper = make_wrapper()
+    _, mask, _ = wrapper.encode(PROMPTS)
+    emptied = []
+
+    def hide_padding(module, args, inputs):
+        visible = inputs["attention_mask"]
+        assert visible.any(dim=-1).all()
+        seen = mask[:, None, None, :visible.shape[-1]].repeat_interleave(len(visible) // len(PROMPTS), dim=0)
+        hidden = visible & seen
+        emptied.append((~hidden.any(dim=-1)).sum().item())
+        return args, inputs | {"attention_mask": hidden}
+
+    wrapper.policy.model.language_model.register_forward_pre_hook(hide_padding, with_kwargs=True)
+    tokens, logprobs, _ = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    assert emptied[0] > 0  # in the pass that reads the prompts
+    assert torch.equal(tokens, sampled[1]) and torch.equal(logprobs, sampled[2])
+
+
 @pytest.mark.parametrize("chance, first", [(0.0, True), (1 - 2**-24, False)])
 def test_no_chance_falls_out_of_the_nucleus(monkeypatch, chance, first):
     """A number of exactly 0 would draw code 0, allowed or not, with a log-prob of -inf; one next to 1 a code
@@ -842,19 +867,23 @@ def test_images_come_from_the_large_tokens_and_the_noise_of_the_group(wrapper, s
 
 
 def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
-    """But for the rounding of other batch sizes, a grey level; the text encoder is asked once a group."""
+    """But for the rounding of other batch sizes, a grey level; the text encoder is asked once a group. The
+    VAE works image by image at any size: four at once take 9 GiB more at 1024 x 1024."""
     _, tokens, _ = sampled
     pictures = []
     read = []
     sizes = []
+    painted = []
     for size in (1, 2, 3):
         wrapper = make_wrapper(micro_batch_size=size, decode_steps=2)
         wrapper.pipe.text_encoder.register_forward_hook(lambda *_: read.append(1))
         wrapper.pipe.transformer.register_forward_pre_hook(
             lambda module, args, inputs: sizes.append(len(inputs["hidden_states"])), with_kwargs=True)
+        wrapper.pipe.vae.decoder.register_forward_pre_hook(lambda _, args: painted.append(len(args[0])))
         pictures.append(grpo.pil_to_tensor(wrapper.decode(PROMPTS, tokens, [1, 2])))
     assert sizes == [1] * 12 + [2, 2, 1, 1] * 2 + [3] * 4  # two denoising steps each
     assert len(read) == 3 * 2
+    assert painted == [1] * 3 * 6
     assert all((picture - pictures[0]).abs().max() < 1.5 / 255 for picture in pictures)
     assert (pictures[0][0] - pictures[0][1]).abs().max() > 3 / 255
 
@@ -1038,6 +1067,229 @@ def test_activations_are_recomputed_not_kept(sampled):
     assert kept[1] < 0.6 * kept[0]
     wrapper.sample(PROMPTS, 2, seeds=[0, 1])
     assert not any(layer.training for layer in layers)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Memory, counted: the real sizes on the `meta` device, where a tensor has a size and no contents
+
+
+def describe(value):
+    """What the shape of an operation's result depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple([describe(part) for part in value])
+    return type(value), value
+
+
+class FakeGPU(TorchDispatchMode):
+    """`meta` stands for the GPU, the CPU is the host. Every operation passes through here, those of the
+    backward pass too. A storage counts from the operation that makes it until nobody holds it any more, in
+    blocks of 512 bytes, as PyTorch has them on a GPU. The weights stay on `meta` and are added by hand: with
+    offloading, those of a half inside its `on_device` alone."""
+
+    def __init__(self, *halves):
+        super().__init__()
+        self.alive = {}  # storages: a weak reference, bytes
+        self.results = {}  # of operations seen before; to ask PyTorch again would take most of the time
+        self.sizes = {half: sum(weight.nbytes for weight in half.parameters()) for half in halves}
+        self.inside = []  # the halves whose `on_device` we are in
+        self.weights = {"on": 0, "off": sum(self.sizes.values())}  # bytes on the GPU, by --offload
+        self.peaks = {"on": 0, "off": 0}
+        self.sent = 0  # bytes from the host
+        self.now = 0  # bytes beside the weights
+        for weight in tensors_of(*halves):
+            self.see(weight)
+        self.now = 0
+
+    def grow(self, size):
+        self.now += size
+        for offload, weights in self.weights.items():
+            self.peaks[offload] = max(self.peaks[offload], weights + self.now)
+
+    def see(self, tensor):
+        """-> True if it is new, and all of its storage."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.alive:
+            return False
+        size = -(-storage.nbytes() // 512) * 512
+        self.alive[key] = weakref.ref(storage, lambda _: self.forget(key)), size
+        self.grow(size)
+        return storage.nbytes() == tensor.nbytes
+
+    def forget(self, key):
+        self.now -= self.alive.pop(key)[1]
+
+    @contextlib.contextmanager
+    def on_device(self, on_device, half, device):
+        """Around the one of grpo.py."""
+        size = 0 if half in self.inside else self.sizes[half]
+        self.inside.append(half)
+        self.weights["on"] += size
+        with on_device(half, device):
+            yield
+        self.weights["on"] -= size
+        self.inside.remove(half)
+
+    def without_contents(self, function, args, kwargs):
+        """What cannot be had from a tensor without contents, made up; None where it can."""
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1  # `.item()`: any number will do
+        if function is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if function is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool:
+            return args[0].flatten(0, args[1][0].dim() - 1)  # the glyphs that are no padding: all of them
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.is_view or function._schema.is_mutable:
+            return function(*args, **kwargs)  # nothing new
+        on_gpu = len(args) > 0 and isinstance(args[0], torch.Tensor) and args[0].is_meta
+        made_up = self.without_contents(function, args, kwargs) if on_gpu else None
+        if made_up is not None:
+            return made_up
+        key = describe([function, args, list(kwargs.items())])
+        if key in self.results:
+            shape, stride, dtype = self.results[key]
+            result = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            result = function(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if self.see(tensor) and tensor is result:
+                    self.results[key] = tensor.shape, tensor.stride(), tensor.dtype
+        if function is torch.ops.aten._to_copy.default and result.is_meta and not on_gpu:
+            self.sent += result.nbytes
+        return result
+
+
+def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """What `F.scaled_dot_product_attention` allocates on a GPU; on `meta` it would make the matrix of scores.
+    With a mask it is the memory-efficient kernel, which wants the mask in the dtype of the query, its rows
+    padded to a multiple of 8. Without one it is flash attention, which allocates the same."""
+    assert not enable_gqa
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
+        K = attn_mask.shape[-1]
+        if K % 8:
+            attn_mask = F.pad(attn_mask, (0, -K % 8))[..., :K]
+        attn_mask = attn_mask.expand(*query.shape[:3], K)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+
+
+def skip_tokens(forward, T):
+    """`forward` for a sampler of T tokens: only the prompts and the last token are computed, with all that is
+    kept of the others beside them. A static cache has its full length from the prompts on."""
+    fed = []
+
+    def forward_rarely(ids, *args, **kwargs):
+        assert any(isinstance(value, transformers.StaticCache) for value in (*args, *kwargs.values()))
+        if ids.shape[1] == 1:
+            fed.append(True)
+        if 0 < len(fed) < T:
+            return torch.empty(len(ids), 1, 16384, device="meta")
+        return forward(ids, *args, **kwargs)
+
+    return forward_rarely
+
+
+def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
+    """Highest GiB alive on the GPU in the second step -> {"update", "sample", "decode": {"on", "off"}}, by
+    --offload; and the MiB that an update of two micro-batches sends there.
+
+    Of the update two micro-batches are run, the second beside the gradients of the first; of the decoding
+    one, in two denoising steps. More of them would find the GPU as these do. All else is the trainer's code
+    at full length. Real numbers are wanted by the prompts, read on the host, and by the scheduler."""
+    config = grpo.Config(size=(side, side), batch_size=num_prompts, group_size=group_size,
+                         micro_batch_size=micro_batch_size, decode_steps=2, offload="off")
+    wrapper = grpo.GLMImageWrapper(make_real("meta"), config, "meta")
+    prompt = "red " * 40
+    T = 256 + (side // 32) ** 2
+    n = 2 * micro_batch_size
+    rollout = dict(prompts=[prompt] * n, tokens=torch.zeros(n, T).long(), logprobs=torch.zeros(n, T),
+                   allowed=torch.zeros(n, T, 16384 // 8).byte(), advantages=torch.zeros(n))
+    encode = wrapper.encode
+
+    def encode_on_host(prompts):
+        with mock.patch.object(wrapper, "device", torch.device("cpu")):
+            return [tensor.to("meta") for tensor in encode(prompts)]
+
+    def update():
+        with wrapper.policy_on_device():
+            trainer.train_step(rollout)
+
+    def sample():
+        with mock.patch.object(wrapper, "forward", skip_tokens(wrapper.forward, T)):
+            wrapper.sample([prompt] * num_prompts, group_size, range(num_prompts))
+
+    def decode():
+        wrapper.decode([prompt], rollout["tokens"][:micro_batch_size], [0])
+
+    gpu = FakeGPU(wrapper.ar_half, wrapper.dit_half)
+    peaks = {}
+    with (
+        mock.patch.object(wrapper, "encode", encode_on_host),
+        mock.patch.object(grpo, "on_device", functools.partial(gpu.on_device, grpo.on_device)),
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(type(wrapper.pipe.scheduler), "index_for_timestep", return_value=0),
+        gpu,
+    ):
+        trainer = grpo.GRPOTrainer(config, wrapper, [prompt])
+        trainer.optimizer.param_groups[0]["foreach"] = True  # as by default on a GPU
+        for weight in trainer.lora.weights.values():
+            weight.grad = torch.zeros_like(weight)
+        trainer.optimizer.step()  # AdamW's memory exists from the first step on
+        trainer.optimizer.zero_grad()
+        resident = gpu.now
+        for phase in (update, sample, decode):
+            gpu.peaks = {"on": 0, "off": 0}
+            phase()
+            peaks[phase.__name__] = {offload: peak / 2**30 for offload, peak in gpu.peaks.items()}
+            left = gpu.now - resident
+            assert left < 2**20, f"{phase.__name__} leaves {left} bytes behind"
+            sent = gpu.sent if phase is update else sent
+    return peaks, sent / 2**20
+
+
+def test_the_count_by_hand():
+    """Views count nothing, a result counts while somebody holds it, the second time too; the weights of a
+    half that is offloaded count inside its `on_device` alone, and once."""
+    one, two = (torch.nn.Linear(512, n, bias=False, device="meta") for n in (512, 1024))  # 1 and 2 MiB
+    gpu = FakeGPU(one, two)
+    place = functools.partial(gpu.on_device, grpo.on_device)
+
+    def peaks():
+        return [peak / 2**20 for peak in gpu.peaks.values()]
+
+    with gpu:
+        x = torch.empty(1024, 512, device="meta")  # 2 MiB
+        for _ in range(3):
+            one(x)[:, :256].relu()  # 2 MiB, then 1 more
+            assert gpu.now == 2 * 2**20 and peaks() == [5, 5 + 3]
+        with place(one, "meta"), place(one, "meta"):
+            one(x).relu()  # 2 MiB, then 2 more
+        assert gpu.now == 2 * 2**20 and peaks() == [6 + 1, 6 + 3]
+        with place(two, "meta"), place(one, "meta"):
+            torch.zeros(1024, 1024).to("meta").relu()  # 4 MiB, then 4 more
+        assert gpu.now == 2 * 2**20 and peaks() == [10 + 3, 10 + 3] and gpu.sent == 4 * 2**20
+
+
+@pytest.mark.parametrize("side", [512, 1024])
+def test_a_step_fits_a_card_of_24_gb(side):
+    """8 x 4 images with offloading. What is kept beside the weights cannot be less than the adapters with
+    AdamW's two moments and, in the sampler, keys and values."""
+    peaks, sent = count_memory(side, num_prompts=8)
+    T = 256 + (side // 32) ** 2
+    cache = 32 * T * 40 * 2 * 2 * 128 * 2 / 2**30  # 40 layers, keys and values, 2 heads of 128, 2 bytes
+    assert 16.6 + 1.0 + cache < peaks["sample"]["on"] <= 22
+    assert 16.6 + 1.4 < peaks["update"]["on"] <= 22
+    assert 14.1 + 1.0 < peaks["decode"]["on"] <= 22
+    assert all(16.6 + 14.1 + 1.0 < peak["off"] < 40 for peak in peaks.values())
+    # Two samples, for the reference and for the policy. Unpacked on the host it would be eight times as much.
+    assert sent < 1.2 * 2 * 2 * T * 16384 / 8 / 2**20 + 0.1
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1566,6 +1818,22 @@ color = grpo.reward_color
     for a, b in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
         a = without(a, "reward_std/")  # over the images of one GPU
         assert a == pytest.approx(without(b, "reward_std/"), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("cuda, backend", [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
+def test_gpus_talk_over_nccl_and_hosts_over_gloo(command, monkeypatch, cuda, backend):
+    """NCCL waits for a process that has died; what crosses over first in a step must go over gloo."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    begin = mock.Mock(side_effect=ZeroDivisionError)
+    choose = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    monkeypatch.setattr(torch.distributed, "init_process_group", begin)
+    with pytest.raises(ZeroDivisionError):
+        grpo.main(SMALL)
+    assert backend in [*begin.call_args.args, *begin.call_args.kwargs.values()]
+    assert choose.call_args_list == [mock.call(1)] * cuda
 
 
 def lose_a_card():
@@ -2160,7 +2428,8 @@ def test_changes_of_the_readme(tmp_path):
 def test_readme_and_flags_agree():
     """A flag that is gone, or one that nobody is told of."""
     flags = {flag_of(field) for field in FIELDS}
-    others = {"--help", "--bench", "--faults", "--ablate", "--nproc-per-node", "--nnodes", "--rdzv-endpoint"}
+    others = {"--help", "--bench", "--memory", "--faults", "--ablate"}
+    others |= {"--nproc-per-node", "--nnodes", "--rdzv-endpoint"}
     mentioned = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", README))
     assert flags <= mentioned <= flags | others
 
@@ -2323,6 +2592,39 @@ def bench(argv):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The memory of a GPU, counted without one: `python test_grpo.py --memory`. Nothing here is a test.
+
+
+MEMORY = [  # size, prompts, group, micro-batch
+    (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
+    (1024, 1, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]
+
+
+def memory():
+    """One table. What does not depend on the number of prompts is counted anew in every row."""
+    pipe = make_real("meta")
+    ar = pipe.vision_language_encoder
+    sampler = [ar.model.language_model, ar.lm_head]
+    painter = [pipe.text_encoder, pipe.transformer, pipe.vae]
+    whole = gib(ar, *painter)
+    idle = whole - gib(*sampler, *painter)
+    print(f"GLM-Image in bf16, GiB of weights: {gib(*sampler):.1f} to sample and update, "
+          f"{gib(*painter):.1f} to decode, {idle:.1f} always on the host")
+    sizes = [weight.nbytes for module in sampler + painter for weight in module.parameters()]
+    pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes) / 2**30  # PyTorch rounds each block up
+    print(f"on the host {whole:.1f}; with --offload on, in pinned memory, {pinned + idle:.1f}")
+    print("highest GiB alive on the GPU in the second step, with --offload on / off:\n")
+    print("| size | prompts x group | micro-batch | sample | decode | update |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for side, num_prompts, group_size, micro_batch_size in MEMORY:
+        peaks, _ = count_memory(side, num_prompts, micro_batch_size, group_size)
+        cells = [f"{side} | {num_prompts} x {group_size} | {micro_batch_size}"]
+        for phase in ("sample", "decode", "update"):
+            cells.append(f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}")
+        print("|", " | ".join(cells), "|", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------
 # What each choice is worth: `python test_grpo.py --ablate [seeds]`. Nothing here is a test.
 
 
@@ -2379,6 +2681,8 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     if sys.argv[1:2] == ["--bench"]:
         bench(sys.argv[2:])
+    elif sys.argv[1:] == ["--memory"]:
+        memory()
     elif sys.argv[1:2] == ["--ablate"]:
         ablate([int(seed) for seed in sys.argv[2:]] or range(5))
     elif sys.argv[1:] == ["--faults"]:
@@ -2390,4 +2694,5 @@ if __name__ == "__main__":
             faults(Path(folder), kills[:20], steps=99)
     else:
         sys.exit("test_grpo.py: error: `python -m pytest` runs the tests; --bench [flags] prints a "
-                 "benchmark, --faults kills a run twenty times, --ablate [seeds] shows what choices do")
+                 "benchmark, --memory counts that of a GPU, --faults kills a run twenty times, "
+                 "--ablate [seeds] shows what choices do")
