@@ -525,6 +525,10 @@ def merge_rows(rows):  # metrics of several GPUs or micro-batches -> one row: me
         merged[key] = float(merge(values))
     return merged
 
+def split_rollout(rollout, size):  # {key: n values} -> micro-batches with the same keys
+    for start in range(0, len(rollout["tokens"]), size):
+        yield {key: values[start:start + size] for key, values in rollout.items()}
+
 class GRPOTrainer:
     """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}, by default the config's;
     targets: a PIL image or None for each prompt. Files go to config.out."""
@@ -622,10 +626,7 @@ class GRPOTrainer:
         the micro-batch size nor the number of GPUs changes the gradient."""
         config = self.config
         start = time.perf_counter()
-        N = len(rollout["tokens"])
-        size = config.micro_batch_size
-        batches = [{key: values[i:i + size] for key, values in rollout.items()}
-                   for i in range(0, N, size)]
+        batches = list(split_rollout(rollout, config.micro_batch_size))
         if config.kl_coef > 0:
             with self.lora.disabled(), torch.no_grad():  # without its adapters: the reference
                 for batch in batches:
@@ -643,7 +644,8 @@ class GRPOTrainer:
                 new_logprobs, batch["old_logprobs"], batch["advantages"].to(new_logprobs),
                 config.clip_range, config.clip_range_high, batch.get("ref_logprobs"),
                 config.kl_coef, config.importance)
-            (loss * len(new_logprobs) / N / self.world_size).backward()
+            share = len(new_logprobs) / len(rollout["tokens"]) / self.world_size
+            (loss * share).backward()
             gap = batch["logprobs"].to(new_logprobs) - batch["old_logprobs"]
             metrics["sampler_gap"] = gap.abs().max().item()
             metrics["entropy"] = entropy.mean().item()
