@@ -692,7 +692,7 @@ class GRPOTrainer:
         lines = [json.dumps(row) + "\n" for row in self.history]
         write_file(self.out / "metrics.jsonl", "".join(lines).encode())
         keys = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap reward_fixed"
-        with contextlib.suppress(BrokenPipeError):  # a closed terminal ends no run
+        with contextlib.suppress(BrokenPipeError):  # a reader that has gone (| head) ends no run
             print(*[f"{key} {row[key]:<8.3g}" for key in keys.split() if key in row], flush=True)
 
     def evaluate(self, prompts, targets):  # -> an image of each, from fixed seeds; their rewards
@@ -736,8 +736,10 @@ class GRPOTrainer:
             self.optimizer.load_state_dict(state["optimizer"])
             for name, weight in self.lora.weights.items():
                 weight.data.copy_(state["adapter"][name].view_as(weight))
-                self.optimizer.state[weight]["exp_avg"].view_as(weight)
-            self.history = [{"step": i} | row for i, row in enumerate(state["history"])]
+            for weight, moments in self.optimizer.state.items():
+                torch.stack([weight, moments["exp_avg"], moments["exp_avg_sq"]])  # of one shape
+            assert all("reward" in row for row in state["history"][1:])
+            self.history = state["history"]
         except Exception as error:
             raise ValueError(f"{folder} is no run of this model: {error!r}") from error
         if state["prompts"] != self.prompts:
