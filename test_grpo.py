@@ -162,13 +162,6 @@ def test_equal_rewards_give_exact_zeros(value, scale):
     assert got[6:].abs().sum() > 0
 
 
-def test_advantages_ignore_scale_and_shift_of_the_rewards():
-    """Who multiplies a reward by 7 must not train seven times as fast."""
-    rewards = torch.tensor([0.1, 0.9, 0.5, 0.6, 0.3, 0.2])
-    shifted = grpo.compute_advantages(rewards * 7 + 3, 3)
-    assert torch.allclose(grpo.compute_advantages(rewards, 3), shifted, atol=1e-4)
-
-
 @pytest.mark.parametrize("rewards, group_size, scale", [
     ([1.0, 2.0], 1, "group"), ([1.0, 2.0, 3.0], 2, "group"), ([1.0, math.nan], 2, "group"),
     ([1.0, math.inf], 2, "none"), ([1.0, 2.0], 2, "std")])
@@ -465,24 +458,6 @@ def test_rewards_are_loaded_with_their_weights(own):
     assert total.tolist() == [1.0, 2.5]
 
 
-@pytest.mark.parametrize("text", [
-    "", "beauty", "color,", "color=much", "color=nan", "color=1,color=2", "nowhere.py:a", "{own}", "{own}:c",
-    "{own}:a,{own}:a=2"])
-def test_rewards_that_are_none(own, text):
-    """Of two weights of one reward the last would have counted, silently."""
-    with pytest.raises(ValueError):
-        grpo.load_rewards(text.format(own=own))
-
-
-@pytest.mark.parametrize("code, cause", [("1 / 0", ZeroDivisionError), ("def a(", SyntaxError)])
-def test_a_file_of_rewards_that_fails(own, code, cause):
-    """The error names the reward and is shown with its traceback: the mistake is in the user's file."""
-    own.write_text(code)
-    with pytest.raises(RuntimeError, match="own.py:a") as error:
-        grpo.load_rewards(f"{own}:a")
-    assert isinstance(error.value.__cause__, cause)
-
-
 def test_prompts_file(tmp_path):
     """A byte order mark, comments and blank lines are no prompts; a target is found beside the file."""
     Image.new("L", (3, 3)).save(tmp_path / "t.png")
@@ -491,15 +466,6 @@ def test_prompts_file(tmp_path):
     prompts, targets = grpo.load_prompts(tmp_path / "p.txt")
     assert prompts == ["a red fox", "plain"]
     assert targets[0].mode == "RGB" and targets[0].size == (3, 3) and targets[1] is None
-
-
-@pytest.mark.parametrize("text", [
-    "", "# only\n\n", "red\n" + 10_001 * "x", "a <image> here", "a <|image|> here"])
-def test_prompts_that_are_none(tmp_path, text):
-    """The model would take an <image> for a picture that is not there, in the middle of a run."""
-    (tmp_path / "p.txt").write_text(text)
-    with pytest.raises(ValueError, match="p.txt"):
-        grpo.load_prompts(tmp_path / "p.txt")
 
 
 def test_shipped_prompts():
@@ -1805,8 +1771,9 @@ def kill_in(method, name, when):
     setattr(Path, method, dies)
 
 
-KILLS = [("write_bytes", "checkpoint.pt"), ("replace", "checkpoint.pt"), ("write_bytes", "adapter_model"),
-         ("replace", "progress.png"), ("write_bytes", "step_"), ("write_bytes", "metrics.jsonl")]
+KILLS = [("write_bytes", "checkpoint.pt"), ("replace", "checkpoint.pt"), ("replace", "progress.png"),
+         ("write_bytes", "step_"), ("write_bytes", "metrics.jsonl"),
+         ("write_bytes", "adapter_model")]  # of the last step: the checkpoint must not be ahead of it
 
 
 def faults(folder, kills, steps, say=print):
@@ -1840,7 +1807,7 @@ def faults(folder, kills, steps, say=print):
 
 
 def test_kill_nine_at_any_moment(tmp_path):
-    """Each file could be left torn, or newer than the checkpoint. The short form of --faults."""
+    """Each file could be left torn, or other than the checkpoint has it. The short form of --faults."""
     faults(tmp_path, [(*kill, 2) for kill in KILLS], steps=len(KILLS) + 1, say=str)
 
 
@@ -1933,8 +1900,10 @@ BAD = [*((typed.strip(), typed.split()[0]) for typed in WRONG), *[  # what is ty
     ("--size 100", "multiples of 32"), ("--prompts missing.txt", "missing.txt"), ("--prompts .", "directory"),
     ("--prompts empty.txt", "no prompt"), ("--prompts comments.txt", "no prompt"),
     ("--prompts latin1.txt", "utf-8"), ("--prompts long.txt", "too long"), ("--prompts token.txt", "<image>"),
+    ("--prompts other_token.txt", "<|image|>"),
     ("--prompts lost.txt", "lost.png"), ("--prompts text.txt", "image"), ("--reward beauty", "color, mse"),
     ("--reward color=much", "much"), ("--reward color=nan", "nan"), ("--reward color=1,color=2", "twice"),
+    ("--reward color,", "unknown"), ("--reward mine.py:sharp,mine.py:sharp=2", "twice"),
     ("--reward nowhere.py:sharp", "nowhere.py"), ("--reward mine.py", "mine.py"), ("--reward mse", "target"),
     ("--reward mine.py:dull", "dull"), ("--model folder", "folder"), ("--model no-such/model", "no-such"),
     ("--resume ", "holds no run"), ("--resume nowhere", "holds no run"), ("--resume broken", "holds no run"),
@@ -1953,10 +1922,10 @@ def bad_files(finished, tmp_path_factory):
         (folder / name).mkdir()
     texts = {
         "empty.txt": "", "comments.txt": "# only\n\n", "long.txt": "red\n" + 100_000 * "very " + "red\n",
-        "token.txt": "an <image>\n", "lost.txt": "a fox\tlost.png\n", "text.txt": "a fox\tempty.txt\n",
+        "token.txt": "an <image>\n", "other_token.txt": "<|image|>\n", "lost.txt": "a fox\tlost.png\n", "text.txt": "a fox\tempty.txt\n",
         "good.txt": "a red fox\n", "other.txt": "a blue fox\n", "broken/checkpoint.pt": "none",
         "mine.py": "def sharp(images, *_): return [1.0] * len(images)", "syntax.py": "def sharp(",
-        "leave.py": "exit(0)"}
+        "zero.py": "1 / 0", "leave.py": "exit(0)"}
     for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / "latin1.txt").write_bytes(b"caf\xe9\n")
@@ -1983,9 +1952,10 @@ def test_bad_input_gets_one_line_and_exit_code_2(bad_files, command, monkeypatch
     assert sorted(bad_files.rglob("*")) == before
 
 
-@pytest.mark.parametrize("file, cause", [("syntax.py", SyntaxError), ("leave.py", SystemExit)])
+@pytest.mark.parametrize("file, cause", [
+    ("syntax.py", SyntaxError), ("zero.py", ZeroDivisionError), ("leave.py", SystemExit)])
 def test_a_broken_file_of_rewards_keeps_its_traceback(bad_files, command, monkeypatch, file, cause):
-    """One line would not say where in the user's own code to look."""
+    """One line would not say where in the user's own code to look; exit(0) would be a run that went well."""
     monkeypatch.chdir(bad_files)
     with pytest.raises(RuntimeError, match=file) as failed:
         command("--model", "tiny", "--reward", f"{file}:sharp")
