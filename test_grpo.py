@@ -1323,6 +1323,14 @@ def assert_same_run(one, other):
             assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
+def assert_whole(out):
+    """Nothing that others may read at any moment is torn."""
+    for path in out.rglob("*.png"):
+        Image.open(path).load()
+    for path in out.rglob("*.safetensors"):
+        load_file(path)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a run of five steps whose reward is luck, saved every two."""
@@ -1548,8 +1556,8 @@ def blue(images, prompts, targets):  # an opinion on one GPU alone: in step 2 th
 def bicycle(images, prompts, targets):  # and in step 1 the second
     return [image.getpixel((9, 9))[2] if "bicycle" in p else None for image, p in zip(images, prompts)]
 """)
-    flags = "--reward quick.py:color,quick.py:blue=0,quick.py:bicycle=0 --scale-rewards batch --num-iterations 2 --save-every 2 --lr 1e-3"
-    argv = [*SMALL, *flags.split(), *"--kl-coef 0.1 --max-grad-norm 1e-3".split()]
+    flags = "--scale-rewards batch --num-iterations 2 --save-every 2 --lr 1e-3 --kl-coef 0.1 --max-grad-norm 1e-3"
+    argv = [*SMALL, *flags.split(), "--reward", "quick.py:color,quick.py:blue=0,quick.py:bicycle=0"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
         [*torchrun, HERE / "grpo.py", *argv, "--out", "two", "--steps", "2"], cwd=tmp_path, env=ENV,
@@ -1746,9 +1754,7 @@ def test_a_full_disk_is_one_line_and_spares_the_old_checkpoint(tmp_path, command
     assert code == 2
     assert len(error.splitlines()) == 1 and "No space left" in error
     assert step_of(tmp_path / "run") == (2 if name == "progress" else 1)  # which step 0 does not write
-    load_file(tmp_path / "run/adapter/adapter_model.safetensors")
-    for picture in tmp_path.rglob("*.png"):
-        Image.open(picture).load()
+    assert_whole(tmp_path / "run")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
@@ -1797,6 +1803,7 @@ def faults(folder, kills, steps, say=print):
             process.join(kill)
             process.kill()
         assert end(process) == -signal.SIGKILL, (folder / "log").read_text()
+        assert_whole(folder / "run")
         saved = step_of(folder / "run") if (folder / "run/checkpoint.pt").exists() else 0
         say(f"kill {i} of {len(kills)}: {kill}; the checkpoint holds step {saved}")
     assert 0 < saved < steps
@@ -1922,7 +1929,8 @@ def bad_files(finished, tmp_path_factory):
         (folder / name).mkdir()
     texts = {
         "empty.txt": "", "comments.txt": "# only\n\n", "long.txt": "red\n" + 100_000 * "very " + "red\n",
-        "token.txt": "an <image>\n", "other_token.txt": "<|image|>\n", "lost.txt": "a fox\tlost.png\n", "text.txt": "a fox\tempty.txt\n",
+        "token.txt": "an <image>\n", "other_token.txt": "<|image|>\n",
+        "lost.txt": "a fox\tlost.png\n", "text.txt": "a fox\tempty.txt\n",
         "good.txt": "a red fox\n", "other.txt": "a blue fox\n", "broken/checkpoint.pt": "none",
         "mine.py": "def sharp(images, *_): return [1.0] * len(images)", "syntax.py": "def sharp(",
         "zero.py": "1 / 0", "leave.py": "exit(0)"}
