@@ -1823,7 +1823,7 @@ def faults(folder, kills, steps, say=print):
 
 def test_kill_nine_at_any_moment(tmp_path):
     """Each file could be left torn, or other than the checkpoint has it. The short form of --faults."""
-    faults(tmp_path, [(*kill, 2) for kill in KILLS], steps=len(KILLS) + 1, say=str)
+    faults(tmp_path, [(*kill, 2) for kill in KILLS], steps=len(KILLS), say=str)
 
 
 # ---------------------------------------------------------------------------------------------------------
