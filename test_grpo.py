@@ -1514,7 +1514,7 @@ def run_on_two(folder, *argv, before=bool):
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     env = dict(MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2")
-    processes = [start(folder, *argv, "--out", "run", before=before, RANK=rank, **env) for rank in "01"]
+    processes = [start(folder, *argv, before=before, RANK=rank, **env) for rank in "01"]
     return [end(process) for process in processes], (folder / "log").read_text()
 
 
@@ -1634,15 +1634,20 @@ def signal_while_they_agree():
 def test_what_happens_to_one_gpu_ends_the_run_on_all(tmp_path, fault, code, word, step):
     """The others would wait for ever. A reward that fails costs no step, though only the first GPU saves; and
     a signal that one of them gets stops all after the same step."""
-    codes, log = run_on_two(tmp_path, *SMALL, "--steps", "99", "--save-every", "99", before=fault)
+    flags = "--steps 99 --save-every 99 --out run".split()
+    codes, log = run_on_two(tmp_path, *SMALL, *flags, before=fault)
     assert codes == [code, code], log
     assert word in log
     assert step_of(tmp_path / "run") == step
+    if fault is signal_one_gpu:  # and they go on together
+        codes, log = run_on_two(tmp_path, "--resume", "run", "--steps", "4")
+        assert codes == [0, 0], log
+        assert step_of(tmp_path / "run") == 4
 
 
 def test_prompts_that_do_not_divide_over_the_gpus_are_refused(tmp_path):
     """Three prompts on two GPUs: the advantages would be those of other samples, without any error."""
-    codes, log = run_on_two(tmp_path, *SMALL, "--batch-size", "3", "--steps", "1")
+    codes, log = run_on_two(tmp_path, *SMALL, "--batch-size", "3", "--out", "run")
     assert codes == [2, 2], log
     assert "--batch-size" in log
     assert not (tmp_path / "run").exists()
