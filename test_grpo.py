@@ -1448,6 +1448,28 @@ def test_a_reward_that_fails_costs_no_step(tmp_path):
     assert_same_run(tmp_path / "undisturbed", out)
 
 
+def test_a_reward_that_fails_on_the_fixed_pictures_costs_no_step(tmp_path):
+    """It sees them before the checkpoint is written: the steps since the last one were lost."""
+    trainer = make_lucky(tmp_path / "run", save_every=3)
+
+    def fails(images, prompts, targets):
+        return 1 / 0 if len(trainer.history) == 4 else luck(images, prompts, targets)
+
+    trainer.rewards = {"luck": (fails, 1.0)}
+    with pytest.raises(RuntimeError, match="luck"):
+        trainer.train()
+    assert step_of(tmp_path / "run") == 3
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:999])])
+def test_the_first_picture_may_be_lost_or_torn(finished, tmp_path, damage):
+    """progress.png shows it: every --resume ended at the next pictures, before it had saved anything."""
+    out = shutil.copytree(finished, tmp_path / "run")
+    damage(out / "samples/step_00000.png")
+    resume_lucky(out, steps=6).train()
+    assert step_of(out) == 6
+
+
 def test_as_a_library(tmp_path, monkeypatch):
     """What a script does: settings, a wrapper, a reward of its own, a run, and an evaluation of that run."""
     monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
