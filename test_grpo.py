@@ -1921,17 +1921,6 @@ def test_it_learns(run):
     assert np.mean(gains) > 0.1
 
 
-def test_resume_from_the_command_line(run, tmp_path, command):
-    """--resume takes every setting from the folder, which may have moved, and goes on after the last step."""
-    out = shutil.copytree(run[0], tmp_path / "copy")
-    assert command("--resume", "copy", "--steps", "41")[0] == 0
-    before, after = ((folder / "metrics.jsonl").read_text() for folder in (run[0], out))
-    assert after.startswith(before)
-    assert json.loads(after[len(before):])["step"] == 41
-    args = [json.loads((folder / "args.json").read_text()) for folder in (run[0], out)]
-    assert args[1] == args[0] | {"resume": str(out), "steps": 41}
-
-
 WRONG = """--group-size 1, --group-size four, --size 0, --size -64, --size 64x, --size big, --size 64x128x256,
     --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0, --seed -1,
     --decode-steps 0, --num-iterations 0, --lr nan, --lr -1, --lr inf, --kl-coef -1, --clip-range inf,
