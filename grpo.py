@@ -679,12 +679,14 @@ class GRPOTrainer:
         self.history.append(row)
         due = row["step"] % self.config.save_every == 0 or row["step"] == self.config.steps
         bad = [row.get("skipped") for row in self.history[-3:]] == [1, 1, 1]
-        if self.rank == 0:
-            if due:
+        try:
+            if due and self.rank == 0:
                 row["reward_fixed"] = self.save_samples(row["step"])
-            self.log(row)
-        if due or bad:
-            self.save_checkpoint()
+            if self.rank == 0:
+                self.log(row)
+        finally:
+            if due or bad:
+                self.save_checkpoint()
         if bad:
             raise FloatingPointError("three steps in a row without a finite gradient: lower --lr")
 
@@ -709,7 +711,8 @@ class GRPOTrainer:
         sheet = diffusers.utils.make_image_grid(images, 1, len(images))
         save_picture(self.out / f"samples/step_{step:05d}.png", sheet)
         if step > 0:  # before, now, and the mean reward of each step, from lowest to highest
-            first = Image.open(self.out / "samples/step_00000.png")
+            path = self.out / "samples/step_00000.png"
+            first = Image.open(path) if path.exists() else sheet
             curve = Image.new("RGB", sheet.size, "white")
             y = [row["reward"] for row in self.history[1:]]
             y = np.interp(y, (min(y), max(y)), (curve.height - 6, 6))
