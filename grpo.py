@@ -740,7 +740,7 @@ class GRPOTrainer:
             for name, weight in self.lora.weights.items():
                 weight.data.copy_(state["adapter"][name].view_as(weight))
             for weight, moments in self.optimizer.state.items():
-                torch.stack([weight, moments["exp_avg"], moments["exp_avg_sq"]])  # of one shape
+                assert moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape
             assert all("reward" in row for row in state["history"][1:])
             self.history = state["history"]
         except Exception as error:

@@ -1712,11 +1712,11 @@ def test_a_reward_that_fails_on_the_fixed_pictures_costs_no_step(tmp_path):
     assert step_of(tmp_path / "run") == 3
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:999])])
-def test_the_first_picture_may_be_lost_or_torn(finished, tmp_path, damage):
-    """progress.png shows it: every --resume ended at the next pictures, before it had saved anything."""
+def test_the_first_picture_may_be_lost(finished, tmp_path):
+    """progress.png shows it: every --resume ended at the next pictures, before it had saved anything. (Torn it
+    cannot be: pictures are written aside and renamed.)"""
     out = shutil.copytree(finished, tmp_path / "run")
-    damage(out / "samples/step_00000.png")
+    (out / "samples/step_00000.png").unlink()
     resume_lucky(out, steps=6).train()
     assert step_of(out) == 6
 
@@ -1919,7 +1919,7 @@ def signal_while_they_agree():
 @pytest.mark.parametrize("fault, code, word, step", [
     (lose_a_card, 1, "off the bus", 0), (divide_by_zero, 1, "ZeroDivisionError", 2),
     (signal_one_gpu, 143, "stopped after step 2", 2),
-    (signal_while_they_agree, 143, "stopped after step 3", 3)])
+    (signal_while_they_agree, 143, "stopped after step 2", 2)])
 def test_what_happens_to_one_gpu_ends_the_run_on_all(tmp_path, fault, code, word, step):
     """The others would wait for ever. A reward that fails costs no step, though only the first GPU saves; and
     a signal that one of them gets stops all after the same step."""
@@ -2261,21 +2261,23 @@ def test_a_broken_file_of_rewards_keeps_its_traceback(bad_files, command, monkey
     assert isinstance(failed.value.__cause__, cause)
 
 
-ODD = [("args steps", "ten"), ("args size", 64), ("args seed", None), ("args lr", "fast"), ("args top_p", [1]),
-       ("args batch_size", 2.5), ("args prompts", 7), ("args reward", None), ("args", None), ("args", {"x": 1}),
+ODD = [("args steps", "ten"), ("args size", "wide"), ("args seed", -1), ("args lr", "fast"), ("args top_p", [1]),
+       ("args batch_size", 2.5), ("args prompts", 7), ("args reward", {}), ("args", {"x": 1}),
        ("history", 7), ("history", []), ("history", [{}] * 6), ("history", ["row"] * 6), ("prompts", None),
        ("adapter", None), ("optimizer", {}), ("optimizer param_groups", []),
        ("optimizer state", {0: {"step": 1}}), ("optimizer state 0 exp_avg", torch.zeros(3)),
-       ("optimizer state 0 exp_avg_sq", "none"), ("optimizer state 0 step", "ten")]
+       ("optimizer state 0 exp_avg_sq", "none")]
 
 
 @pytest.mark.parametrize("place, value", ODD)
 def test_an_odd_checkpoint_gets_one_line(bad_files, tmp_path, command, place, value):
     """A torn or edited one gave a dozen kinds of tracebacks, some of them after it had been overwritten."""
     state = torch.load(bad_files / "done/checkpoint.pt", weights_only=True)
+    state["args"] = json.loads((bad_files / "done/args.json").read_text())
     *keys, last = [int(key) if key.isdigit() else key for key in place.split()]
     functools.reduce(lambda part, key: part[key], keys, state)[last] = value
     (tmp_path / "run").mkdir()
+    (tmp_path / "run/args.json").write_text(json.dumps(state.pop("args")))
     torch.save(state, tmp_path / "run/checkpoint.pt")
     before = (tmp_path / "run/checkpoint.pt").read_bytes()
     typed = [] if place == "args steps" else ["--steps", "6"]
@@ -2283,7 +2285,7 @@ def test_an_odd_checkpoint_gets_one_line(bad_files, tmp_path, command, place, va
     assert code == 2
     assert error.startswith("grpo.py: error: ") and error.count("\n") == 1, error
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert not names & {"adapter", "samples", "args.json", "metrics.jsonl", "progress.png"}
+    assert not names & {"adapter", "samples", "metrics.jsonl", "progress.png"}
     assert (tmp_path / "run/checkpoint.pt").read_bytes() == before
 
 
