@@ -338,9 +338,11 @@ def build_position_ids(attention_mask, grids):
         start = start + max(h, w)
     return torch.cat(parts, dim=2)
 
-def build_visibility(mask, num_rows):  # mask [B, C], False where padded -> bool [B, 1, R, C]
+def build_visibility(mask, num_rows):
+    """mask [B, columns], False where padded -> [B, 1, rows, columns]: may a position (row) look
+    at another (column)? It sees itself and what stands before it, but for padding."""
     visible = mask[:, None, None].repeat(1, 1, num_rows, 1).tril()
-    # A padded position sees itself: one that sees nothing may become NaN on a GPU, and spread.
+    # A padded one sees itself too: one that sees nothing may become NaN on a GPU, and spread.
     visible.diagonal(dim1=2, dim2=3).fill_(True)
     return visible
 
