@@ -786,7 +786,8 @@ def make_tiny_models():
         prior_vq_quantizer_codebook_size=8)
     vae = diffusers.AutoencoderKL(
         up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4, layers_per_block=0,
-        latent_channels=16, norm_num_groups=1, latents_mean=[0.0] * 16, latents_std=[1.0] * 16)
+        mid_block_add_attention=False, latent_channels=16, norm_num_groups=1,
+        latents_mean=[0.0] * 16, latents_std=[1.0] * 16)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     glyphs = transformers.ByT5Tokenizer()
     return diffusers.GlmImagePipeline(glyphs, processor, t5, ar, vae, dit, scheduler)
