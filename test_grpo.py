@@ -2348,9 +2348,280 @@ def test_settings_reach_the_wrapper(command, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The README: its code is run as it stands, and what it says about grpo.py is true
+# The painter: flow.py of the README
 
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # of @pytest.mark.readme
+PAINT = dict(kl_coef=0.0, decode_steps=8)
+
+
+@pytest.fixture(scope="module")
+def flow(tmp_path_factory):
+    """flow.py as the README's own command writes it."""
+    path = tmp_path_factory.mktemp("flow") / "flow.py"
+    (line,) = re.findall(r"^sed .* > flow.py$", README, re.MULTILINE)
+    subprocess.run(line.replace("> flow.py", f"> {path}"), shell=True, check=True, cwd=HERE)
+    assert path.read_text() == readme_code("flow.py")
+    spec = importlib.util.spec_from_file_location("flow", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def shift_sigmas(pipe):
+    """A schedule that depends on the size of the image, as GLM-Image's does and the toy's does not."""
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, time_shift_type="linear", base_shift=0.25, max_shift=0.75)
+
+
+def make_painter(flow, **settings):
+    wrapper = make_wrapper(**{**PAINT, **settings})
+    wrapper.pipe.vae.register_to_config(latents_mean=[0.5] * 16, latents_std=[2.0] * 16)  # the toy's: 0 and 1
+    shift_sigmas(wrapper.pipe)
+    return flow.Painter(wrapper)
+
+
+def make_painting(flow, out, **settings):
+    """A trainer whose policy is the painter of the random toy; its adapters do something."""
+    config = make_config(**{**PAINT, "out": str(out), "max_grad_norm": 1e9, "size": (64, 64), **settings})
+    wrapper = grpo.GLMImageWrapper(make_tiny_pipeline(0, warmup_steps=0), config)
+    trainer = grpo.GRPOTrainer(config, flow.Painter(wrapper), ["a red fox", 'green "words"'])
+    perturb(trainer.lora)
+    return trainer
+
+
+@pytest.mark.readme
+@pytest.mark.parametrize("guidance", [1.0, 1.5])
+def test_painter_at_level_0_is_the_stock_pipeline(flow, monkeypatch, guidance):
+    """Other sigmas, times, conditions or noise than the pipeline's would train what nobody uses. Near level 0
+    its latents come out, and the same pictures; at 0.7 others."""
+    painter = make_painter(flow, guidance=guidance)
+    prompts = ['a red fox that says "STOP HERE"', "yellow"]
+    drawn, _, _ = painter.ar.sample(prompts, 1, [1, 2])
+    stock = make_tiny_pipeline(0, warmup_steps=0)
+    stock.transformer.forward = functools.partial(type(stock.transformer).forward, stock.transformer)
+    shift_sigmas(stock)
+    expected = []
+    for prompt, tokens, seed in zip(prompts, drawn, [1, 2]):
+        latents = stock(
+            prompt, prior_token_ids=stock._upsample_token_ids(tokens[2:], 4, 2), height=128, width=64,
+            generator=torch.Generator().manual_seed(seed), num_inference_steps=8, guidance_scale=guidance,
+            output_type="latent").images
+        expected.append(latents)
+    noisy, _, _ = painter.sample(prompts, 2, [1, 2])
+    monkeypatch.setattr(flow, "NOISE_LEVEL", 1e-7)
+    quiet, _, _ = painter.sample(prompts, 2, [1, 2])
+    for i in range(4):
+        assert (quiet[i, -1] - expected[i // 2]).abs().max() < 1e-5
+        assert (noisy[i, -1] - expected[i // 2]).abs().max() > 0.1
+    pictures = grpo.pil_to_tensor(painter.decode(prompts, quiet, [1, 2]))
+    kept = grpo.pil_to_tensor(painter.generate_with_tracking(prompts, 1, [1, 2])[0])
+    assert (pictures[::2] - kept).abs().max() < 1.5 / 255
+    assert (grpo.pil_to_tensor(painter.decode(prompts, noisy, [1, 2]))[::2] - kept).abs().max() > 3 / 255
+
+
+@pytest.mark.readme
+@pytest.mark.parametrize("sigma", [0.9, 0.5, 0.1])
+def test_noise_and_drift_make_up_for_each_other(flow, sigma):
+    """A sign or a factor that is wrong lets the latents leave the distribution that the DiT knows. Of one image
+    only, 3, all is known: latents at sigma are 3 (1 - sigma) + sigma noise, the velocity is noise - 3."""
+    next_sigma = sigma - 1e-4
+    noise = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    mean, std = flow.denoise(3 * (1 - sigma) + sigma * noise, noise - 3, sigma, next_sigma, 0.7)
+    assert mean[0].item() == pytest.approx(3 * (1 - next_sigma), abs=1e-12)
+    variance = (mean[1] - mean[0]).item() ** 2 + std**2
+    assert variance == pytest.approx(next_sigma**2, abs=1e-6)
+    assert std**2 > 1e-6  # or there is no noise to make up for
+
+
+@pytest.mark.readme
+def test_what_a_group_of_paintings_shares(flow):
+    """Rewards must differ by the painting alone: tokens, first noise and window are the group's. All comes from
+    its seed, and not from what else is in the batch."""
+    painter = make_painter(flow)
+    path, logprobs, given = painter.sample(["red", "a blue thing", "red"], 3, [1, 2, 3])
+    assert path.shape == (9, 4, 16, 16, 8) and logprobs.shape == (9, 2) and given.shape == (9, 1 + 32)
+    for group, codes in zip(path.split(3), given.split(3)):
+        assert torch.equal(codes[0], codes[1]) and torch.allclose(group[0, 0], group[1, 0], atol=1e-5)
+        assert (group[0, 1] - group[1, 1]).abs().mean() > 0.1
+    starts = [painter.sample(["red"], 1, [seed])[2][0, 0].item() for seed in range(12)]
+    assert set(starts) == {0, 1, 2}  # the window lies in the first half of 8 steps
+    alone = painter.sample(["red"], 3, [3])
+    for one, other in zip(alone, (path, logprobs, given)):
+        assert torch.allclose(one, other[6:], atol=1e-5)
+
+
+@pytest.mark.readme
+def test_painter_works_where_its_weights_are(flow, monkeypatch):
+    """Offloading: weights are NaN but in their own phase, and must not show in latents, pictures or log-probs."""
+    results = []
+    for offload in ("off", "on"):
+        painter = make_painter(flow, offload=offload, guidance=1.5)
+        moves = hide_weights(painter.ar, monkeypatch) if offload == "on" else []
+        samples = painter.sample(PROMPTS, 2, [1, 2])
+        images = painter.decode(PROMPTS, samples[0], [1, 2])
+        with painter.policy_on_device(), torch.no_grad():
+            logprobs, _ = painter.compute_logprobs(PROMPTS[:1], samples[0][:1], samples[2][:1])
+        results.append([*samples, grpo.pil_to_tensor(images), logprobs])
+    assert moves == ["ar", "dit", "dit", "dit"]
+    assert all(torch.equal(off, on) for off, on in zip(*results))
+
+
+@pytest.mark.readme
+@pytest.mark.parametrize("guidance", [1.0, 1.5])
+def test_painter_and_trainer_agree_exactly(flow, tmp_path, guidance):
+    """The same steps, scored by another pass, under another schedule or at another level, would start off ratio
+    1. Old log-probs are the sampler's, bit for bit, until the adapters have moved."""
+    trainer = make_painting(flow, tmp_path, lr=0.01, guidance=guidance, num_iterations=2)
+    rollout = make_rollout(trainer)
+    assert rollout["logprobs"].std() > 0 and rollout["logprobs"].abs().max() < 5  # a mean, not a sum, of pixels
+    metrics = trainer.train_step(rollout)
+    assert metrics["sampler_gap"] == 0
+    assert metrics["ratio_max"] > 1 + 1e-6
+    trainer.config.num_iterations = 1
+    metrics = trainer.train_step(make_rollout(trainer, step=2))
+    assert metrics["ratio_max"] == metrics["ratio_mean"] == 1
+    assert metrics["sampler_gap"] == 0
+    assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.readme
+def test_gradient_of_the_painter(flow, tmp_path):
+    """It must not depend on the micro-batch, and must reach the adapter of the DiT, all of it, and nothing
+    else."""
+    trainer = make_painting(flow, tmp_path)
+    rollout = make_rollout(trainer)
+    gradients = []
+    trainer.optimizer.step = lambda: gradients.append(gradient_of(trainer))
+    for size in (1, 2, 4):
+        trainer.config.micro_batch_size = size
+        trainer.train_step(rollout)
+    for other in gradients[1:]:
+        assert (other - gradients[0]).abs().max() < 1e-4 * gradients[0].abs().max()
+    painter = trainer.wrapper
+    names = [f"transformer_blocks.0.attn1.{name}.lora_{AB}.weight"
+             for name in ("to_q", "to_k", "to_v", "to_out.0") for AB in "AB"]
+    assert painter.policy is painter.pipe.transformer and list(trainer.lora.weights) == names
+    with painter.policy_on_device():
+        trainer.compute_logprobs(next(grpo.split_rollout(rollout, 4)))[0].sum().backward()
+    assert all(weight.grad.any() for weight in trainer.lora.weights.values())
+    for part in (painter.pipe.vision_language_encoder, painter.ar.dit_half):
+        assert all(weight.grad is None for weight in part.parameters())
+
+
+@pytest.mark.readme
+def test_adapters_of_both_halves_elsewhere(flow, tmp_path, monkeypatch):
+    """The README's way into the stock pipeline must give the painter that was trained, and draw; what it says of
+    diffusers' own way must still be so: nothing is loaded, or half of it."""
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    trainer = make_painting(flow, "run")
+    trainer.lora.save(Path("painter"), "toy")
+    pipe = trainer.wrapper.pipe
+    pipe.vision_language_encoder.generation_config.suppress_tokens = list(range(8, 18))  # draw codes alone
+    pipe.save_pretrained("toy")
+    lora = grpo.LoRA(trainer.wrapper.ar.policy, trainer.wrapper.ar.TARGETS, rank=4)
+    lora.save(Path("ar"), "toy")
+    torch.manual_seed(0)
+    inputs = (torch.randn(1, 16, 8, 8), torch.randn(1, 1, 32), torch.arange(16)[None] % 8, torch.zeros(1, 16) > 0,
+              torch.tensor([999.0]), torch.full((1, 2), 64.0), torch.zeros(1, 2))
+
+    @torch.no_grad()
+    def velocity(transformer):
+        return transformer(*inputs).sample
+
+    def load(**settings):
+        stock = diffusers.GlmImageTransformer2DModel.from_pretrained("toy/transformer")
+        stock.load_lora_adapter("painter", weight_name="adapter_model.safetensors", **settings)
+        return velocity(stock)
+
+    trained = velocity(pipe.transformer)
+    with trainer.lora.disabled():
+        base = velocity(pipe.transformer)
+    code = readme_code("paint.py").replace("runs/", "").replace("/adapter", "").replace('.to("cuda")', "")
+    code = code.replace("zai-org/GLM-Image", "toy").replace("bfloat16", "float32").replace("512", "64")
+    assert (velocity(run_code(code)["pipe"].transformer) - trained).abs().max() < 1e-5
+    assert Image.open("fox.png").size == (64, 64)
+    assert (trained - base).abs().max() > 0.01
+    assert torch.equal(load(), base)
+    for name, weight in trainer.lora.weights.items():
+        if "lora_B" in name:
+            weight.data /= 2
+    assert (load(prefix="base_model.model") - velocity(pipe.transformer)).abs().max() < 1e-5
+
+
+@pytest.mark.readme
+def test_painter_begins_with_the_adapter_of_the_other_half(flow, tmp_path, monkeypatch):
+    """Both in turn: were it not loaded, the painter would be trained on drawings of the base model."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
+    wrapper, lora = make_adapted()
+    lora.save(tmp_path, "tiny")
+    monkeypatch.setattr(flow, "AR_ADAPTER", str(tmp_path))
+    painter = flow.Painter.from_pretrained("tiny", make_config(**PAINT))
+    drawn, logprobs, _ = painter.ar.sample(PROMPTS, 3, [1, 2])
+    expected = wrapper.sample(PROMPTS, 3, [1, 2])
+    assert torch.equal(drawn, expected[0]) and torch.allclose(logprobs, expected[1], atol=1e-5)
+    assert not torch.equal(drawn, make_wrapper().sample(PROMPTS, 3, [1, 2])[0])
+
+
+@pytest.mark.readme
+@pytest.mark.parametrize("typed, word", [
+    ("--kl-coef 0.01", "--kl-coef"), ("--micro-batch-size 4 --group-size 6", "--micro-batch-size"),
+    ("--decode-steps 1", "--decode-steps")])
+def test_settings_that_the_painter_refuses(flow, command, monkeypatch, typed, word):
+    """A KL that does nothing, two prompts of different length in one pass, steps that are not there."""
+    monkeypatch.setattr(grpo, "GLMImageWrapper", flow.Painter)
+    flags = "--model tiny --size 64 --kl-coef 0 --decode-steps 4"
+    code, _, error = command(*flags.split(), *typed.split())
+    assert code == 2 and error.count("\n") == 1 and word in error
+
+
+def become_a_painter():
+    """What `python flow.py` does before grpo.main."""
+    grpo.GLMImageWrapper = run_code(readme_code("flow.py"))["Painter"]
+
+
+@pytest.mark.readme
+def test_painter_in_two_processes_and_resumed(flow, tmp_path, command, monkeypatch):
+    """`python flow.py`, two steps: bit for bit the same after a stop, to 1e-5 in two processes. Chance that is
+    not in the seed of a group alone, or a state that is not in the checkpoint, would show."""
+    argv = [*SMALL, *"--decode-steps 6 --kl-coef 0 --lr 1e-2 --num-iterations 2 --save-every 1".split()]
+    (tmp_path / "p.txt").write_text("a red fox\ngreen\n")
+    argv += ["--prompts", "p.txt"]
+    codes, log = run_on_two(tmp_path, *argv, "--steps", "2", before=become_a_painter)
+    assert codes == [0, 0], log
+
+    def run_flow(*argv):
+        monkeypatch.setattr(sys, "argv", ["flow.py", *argv])
+        monkeypatch.setattr(grpo, "GLMImageWrapper", grpo.GLMImageWrapper)  # is put back after the test
+        exec(readme_code("flow.py"), {"__name__": "__main__"})
+
+    run_flow(*argv, "--steps", "2", "--out", "one")
+    run_flow(*argv, "--steps", "1", "--out", "half")
+    run_flow("--resume", "half", "--steps", "2")
+    assert_same_run(tmp_path / "one", tmp_path / "half")
+    one, two = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("one", "run"))
+    assert list(one["adapter"]) and all("attn1" in name for name in one["adapter"])
+    for name, weight in one["adapter"].items():
+        assert (weight - two["adapter"][name]).abs().max() < 1e-5
+    assert any(weight.any() for name, weight in one["adapter"].items() if "lora_B" in name)
+
+
+@pytest.mark.readme
+def test_painter_learns(flow, tmp_path):
+    """A sign that is wrong in the log-prob or the step would make the pictures darker."""
+    settings = dict(size=(64, 64), group_size=8, batch_size=1, micro_batch_size=8, lr=0.02)
+    config = make_config(**{**PAINT, "decode_steps": 4, "out": str(tmp_path / "run"), "steps": 15, **settings})
+    painter = flow.Painter(grpo.GLMImageWrapper(make_tiny_pipeline(0, warmup_steps=0), config))
+    rewards = {"bright": (lambda images, *_: [np.mean(image) / 255 for image in images], 1.0)}
+    grpo.GRPOTrainer(config, painter, ["a red fox"], rewards).train()
+    before, *_, after = [row["reward_fixed"] for row in rows_of(tmp_path / "run") if "reward_fixed" in row]
+    assert after - before > 0.03
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The README: its code is run as it stands, and what it says about grpo.py is true
+
 README = (HERE / "README.md").read_text()
 FIELDS = dataclasses.fields(grpo.Config)
 PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
