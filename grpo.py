@@ -795,12 +795,12 @@ def make_tiny_models():
 def halve_draft(height, width):
     return height // 32, width // 32, height // 64, width // 64
 
-def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8):
+def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImageWrapper):
     """The toy, fitted with supervision for some seconds: its painter learns to show each code in
     its colour, its AR half that a prompt has to do with colours. GRPO does the rest."""
     torch.manual_seed(seed)
     pipe = make_tiny_models()
-    wrapper = GLMImageWrapper(pipe, Config(**TINY))
+    wrapper = wrapper_class(pipe, Config(**TINY))
     palette = torch.stack([color_of(name) for name in COLORS]) * 2 - 1  # [V, 3], in -1..1
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(parts.parameters(), lr=2e-3)
