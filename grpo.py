@@ -10,18 +10,18 @@ diffusion transformer (DiT, 7 B) decodes them into pixels. Here the AR half lear
 A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTrainer.train`:
   1. sample   the policy, AR + LoRA, draws G token sequences for each of P prompts; a token is an
               action, the samples of a prompt are a group
-  2. decode   the frozen DiT paints them, all images of a group from the same noise
+  2. decode   the frozen DiT paints them; a group shares its noise, so that only tokens differ
   3. score    any function turns images into numbers; no gradient passes through a picture
-  4. compare  advantage = (reward - mean) / std of the own group: its mean is the baseline that
-              a value network would otherwise have to learn
+  4. compare  advantage = (reward - mean) / std of its group: the group mean is the baseline
+              that a value network would otherwise have to learn
   5. update   make tokens of better images likelier and those of worse ones less, within PPO's
               clip, at a price (KL) for leaving the base model
   6. log      metrics, pictures of fixed prompts, a checkpoint
 `python grpo.py` runs a toy on a laptop, or GLM-Image on a GPU with 60 GiB free.
 
 Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B of them in a micro-batch; L prompt tokens,
-padded on the left; T image tokens, each one of V codes. The image size alone sets T: no image is
-shorter than another, so the loss needs no mask.
+padded on the left; T image tokens, each one of V codes: a small draft of the picture, then the
+large grid that is painted. The image size alone sets T, so the loss needs no mask.
 """
 import argparse, contextlib, dataclasses, functools, inspect, io, json, math, os, re
 import runpy, signal, sys, time, typing
@@ -33,24 +33,24 @@ import torch.nn.functional as F
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageColor, ImageDraw
 
-# --- Settings: Config is the command line; its types parse the words, its comments are the help --
-def number(kind, low, high=1e9):  # a type for argparse: an int or a float from low to high
-    def number(word):  # whose name stands in argparse's message
+# --- Settings: an annotation parses what is typed, a comment is the help (see parse_args) --------
+def in_range(kind, low, high=1e9):  # a type for argparse: an int or a float from low to high
+    def number(word):  # argparse's messages show this name
         if not low <= kind(word) <= high:  # NaN is in no range
             raise argparse.ArgumentTypeError(f"{word} is not from {low} to {high:g}")
         return kind(word)
     return number
 
-count = number(int, 1)
-amount = number(float, 0)
+count = in_range(int, 1)
+amount = in_range(float, 0)
 
-def image_size(word):  # 512, 1024x768, or [1024, 768] as it is stored -> (width, height)
+def image_size(word):  # 512, 1024x768, or [1024, 768] as in args.json -> (width, height)
     sides = [count(side) for side in re.split("x|, ", word.strip("()[]"))]
     if len(sides) > 2 or any(side % 32 for side in sides):
         raise argparse.ArgumentTypeError(f"{word}: pixels come in multiples of 32")
     return sides[0], sides[-1]
 
-def absolute(word):  # paths in it become absolute: a run can be resumed from another directory
+def absolute(word):  # a model, or rewards a.py:f=1,b.py:g: paths become absolute, for --resume
     return ",".join(os.path.abspath(part) if os.path.exists(part.split(":")[0]) else part
                     for part in word.split(","))
 
@@ -60,28 +60,28 @@ class Config:
     resume: os.path.abspath = None  # folder of a run to go on with, under its own settings
     prompts: os.path.abspath = str(Path(__file__).with_name("prompts.txt"))  # a file, one a line
     reward: absolute = "color"  # or several, weighted: color=1,my_rewards.py:sharp=.2
-    reward_norm: typing.Literal["none", "group"] = "none"  # group: weigh z-scores, not raw rewards
+    reward_norm: typing.Literal["none", "group"] = "none"  # group: sum up z-scores in each group
     steps: count = 300  # rollouts
-    group_size: number(int, 2) = 4  # images per prompt
+    group_size: in_range(int, 2) = 4  # images per prompt
     batch_size: count = 8  # prompts per step, on all GPUs together
-    micro_batch_size: count = 1  # images at a time in decode and update: memory, never the result
+    micro_batch_size: count = 1  # images at a time in decode and update: for memory, no result
     lr: amount = 5e-5  # of AdamW; LoRA wants about ten times the rate of full weights
     num_iterations: count = 1  # updates per rollout; from 2 on the clip matters
     clip_range: amount = 0.2  # a ratio may fall to 1 - this
     clip_range_high: amount = None  # a ratio may rise to 1 + this; None: as clip_range
     kl_coef: amount = 0.01  # price of leaving the base model; 0: no KL is computed
-    scale_rewards: typing.Literal["group", "batch", "none"] = "group"  # divide by the std of which
-    importance: typing.Literal["token", "sequence"] = "token"  # a ratio for each (GRPO, GSPO)
+    scale_rewards: typing.Literal["group", "batch", "none"] = "group"  # whose std divides
+    importance: typing.Literal["token", "sequence"] = "token"  # one ratio for each (GRPO, GSPO)
     max_grad_norm: amount = 1.0  # gradients are clipped to this norm
     lora_rank: count = 32  # of the adapters
     size: image_size = (512, 512)  # pixels: 512, or 1024x768 with the width first
-    temperature: number(float, 0.01) = None  # of the policy; None: the model's own
-    top_p: number(float, 0.01, 1) = None  # sample the likeliest codes of this mass; None: model's
+    temperature: in_range(float, 0.01) = None  # of the policy; None: the model's own
+    top_p: in_range(float, 0.01, 1) = None  # only the likeliest codes of this mass; None: model's
     decode_steps: count = 20  # denoising steps of the DiT
     guidance: amount = 1.5  # of the DiT; above 1 it runs twice a step
-    offload: typing.Literal["auto", "on", "off"] = "auto"  # a GPU holds only the half that works
+    offload: typing.Literal["auto", "on", "off"] = "auto"  # on: a GPU holds AR or DiT in turn
     save_every: count = 10  # steps between checkpoints, and between pictures of fixed prompts
-    seed: number(int, 0) = 0  # of everything random
+    seed: in_range(int, 0) = 0  # of everything random
     out: os.path.abspath = None  # new folder for the run; None: runs/<date-time>
 
 TINY = dict(model="tiny", steps=40, micro_batch_size=4, lr=2e-3, lora_rank=16,
@@ -96,7 +96,7 @@ def compute_advantages(rewards, group_size, scale="group"):
     rewards = torch.as_tensor(rewards).float()
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
-    # Minus the group's first reward: the float mean of six 0.3s is not 0.3, and A would be 0.03.
+    # Minus the first reward: the float mean of six 0.3s is off by 3e-8; over 1e-6 A would be 0.03.
     grouped = rewards.view(-1, group_size) - rewards[::group_size, None]  # [P, G]
     advantages = grouped - grouped.mean(dim=1, keepdim=True)
     if scale == "group":
@@ -115,7 +115,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
         loss  = -mean(min(ratio * A, clip(ratio, low, high) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
 
-    Log-probs are [N, T], of tokens, or [N], of sequences; advantages [N]. Only new_logprobs gets a
+    Log-probs are [N, T] (or [N]: a sample is one action), advantages [N]. Only new_logprobs gets a
     gradient. low = 1 - clip_range, high = 1 + clip_range_high (DAPO, 2503.14476).
     importance "sequence": one ratio a sequence, exp(mean(new - old)) (GSPO, 2507.18071).
 
@@ -150,7 +150,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
 
 def compute_policy_logprobs(logits, allowed=None):
     """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
-    logits [.., V], fp32 (in bf16 a log-prob of -9 is off by up to 0.03) and at the temperature;
+    logits [.., V], fp32 (in bf16 a log-prob of -9 is off by up to 0.03), over the temperature;
     allowed [.., V], bool: the nucleus, or None for all codes -> log-probs [.., V]."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -math.inf)
@@ -158,11 +158,11 @@ def compute_policy_logprobs(logits, allowed=None):
 
 def find_nucleus(logprobs, top_p):
     """The likeliest codes that together hold top_p of the mass: [N, V] -> bool [N, V].
-    The trap of top-p: a token drawn from the nucleus but scored by the whole softmax has a ratio
-    off by the mass cut away, and a policy that has moved would cut another nucleus. So the sampler
-    keeps its nuclei, and new, old and reference log-probs are taken inside them (the "keep sampling
-    mask" of DeepSeek-V3.2, 2512.02556)."""
-    return transformers.TopPLogitsWarper(top_p)(None, logprobs).isfinite()
+    The trap of top-p: scored by the whole softmax, a token drawn from the nucleus has a ratio that
+    is off by the mass cut away. To cut again does not help: a policy that has moved cuts elsewhere.
+    So the sampler keeps its nuclei, and new, old and reference log-probs are taken inside them (the
+    "keep sampling mask" of DeepSeek-V3.2, 2512.02556)."""
+    return transformers.TopPLogitsWarper(top_p)(None, logprobs).isfinite()  # -inf where it cuts
 
 def pack_bits(mask):  # bool [.., V] -> uint8 [.., V / 8]: 16,384 codes take 2 KB a token
     return sum(mask[..., i::8].byte() << i for i in range(8))
@@ -172,16 +172,16 @@ def unpack_bits(packed):  # uint8 [.., V / 8] -> bool [.., V]
 
 # --- Rewards -------------------------------------------------------------------------------------
 # function(images, prompts, targets) -> N numbers, higher is better, None is no opinion. Images are
-# PIL's, each target is one or None. Nothing is differentiated: any function will do.
+# PIL's, a target is one to imitate, or None. Nothing is differentiated: any function will do.
 
 COLORS = "red orange yellow green blue purple white black".split()
-pixels = VaeImageProcessor(do_resize=False, do_normalize=False, do_convert_rgb=True)
+image_processor = VaeImageProcessor(do_resize=False, do_normalize=False, do_convert_rgb=True)
 
 def pil_to_tensor(images):  # PIL images of one size -> [N, 3, H, W], fp32 in 0..1
-    return pixels.preprocess(list(images))
+    return image_processor.preprocess(list(images))
 
 def tensor_to_pil(tensor):  # [N, 3, H, W], float in 0..1 -> PIL images; the exact inverse
-    return pixels.postprocess(tensor.clamp(0, 1))
+    return image_processor.postprocess(tensor.clamp(0, 1))
 
 def color_of(name):  # -> [3], in 0..1
     return torch.tensor(ImageColor.getrgb(name)) / 255
@@ -205,7 +205,8 @@ run_file = functools.cache(runpy.run_path)  # two rewards of one file share what
 
 @contextlib.contextmanager
 def foreign_code(name):
-    """A reward runs in here: its errors keep their traceback; grad mode and dtype are reset."""
+    """A reward runs in here: its errors keep their traceback, and a grad mode or default dtype that
+    it needs or sets stays in here."""
     try:
         with torch.enable_grad():
             yield
@@ -215,7 +216,7 @@ def foreign_code(name):
         torch.set_default_dtype(torch.float32)
 
 def load_rewards(text):
-    """"color=1,my_rewards.py:sharp=.2" -> {name: (function, weight)}; a weight not given is 1."""
+    """Like color=1,my_rewards.py:sharp=.2 -> {name: (function, weight)}; no weight is a 1."""
     rewards = {}
     for part in text.split(","):
         name, _, weight = part.strip().partition("=")
@@ -231,9 +232,9 @@ def load_rewards(text):
     return rewards
 
 def compute_rewards(images, prompts, targets, rewards, group_size=1, norm="none"):
-    """{name: (function, weight)} -> the weighted sum [N], and each as it came {name: [N]}. None
-    (NaN in a component) counts as the mean of its group, or 0 if nobody has an opinion. norm
-    "group" adds up z-scores inside the group, so that components need no common scale."""
+    """{name: (function, weight)} -> the weighted sum [N], and what each gave {name: [N]}, NaN for a
+    None. In the sum a None counts as the mean of its group, or 0 if nobody has an opinion. norm
+    "group" adds up z-scores inside the group, so that rewards need no common scale."""
     total = torch.zeros(len(images))
     components = {}
     for name, (function, weight) in rewards.items():
@@ -242,8 +243,8 @@ def compute_rewards(images, prompts, targets, rewards, group_size=1, norm="none"
             goals = [target and target.copy() for target in targets]
             values = list(function([image.copy() for image in images], list(prompts), goals))
             scores = torch.tensor([float("nan" if value is None else value) for value in values])
-            infinite = ~scores.isfinite()  # NaN only where there was a None
-            if len(values) != len(images) or infinite.sum() > values.count(None):
+            missing = ~scores.isfinite()  # must be the Nones alone
+            if len(values) != len(images) or missing.sum() > values.count(None):
                 raise ValueError(f"not {len(images)} finite numbers or None: {values}")
         components[name] = scores
         grouped = scores.view(-1, group_size)  # [P, G]
@@ -288,7 +289,7 @@ class LoRA:
                 self.weights |= {f"{name}.lora_A.weight": A, f"{name}.lora_B.weight": B}
                 linear.register_forward_hook(functools.partial(self.add_low_rank, A, B))
         if not self.weights:
-            raise ValueError(f"TARGETS, {targets}, is the name of no linear layer")
+            raise ValueError(f"no linear layer has a name like the wrapper's TARGETS, {targets}")
 
     def add_low_rank(self, A, B, linear, inputs, output):
         if self.enabled:  # else None is returned, and the output stays
@@ -319,7 +320,7 @@ def write_file(path, data):  # aside, then renamed: after a crash the old file i
 
 # --- GLM-Image: prompt -> tokens -> image, with the log-probs that GRPO needs --------------------
 def build_position_ids(attention_mask, grids):
-    """Positions (t, h, w) of prompt and image: mask [B, L], grids of T cells -> [3, B, L + T].
+    """For rotary embeddings, positions (t, h, w): mask [B, L], grids of T cells -> [3, B, L + T].
 
     Text counts up in all three. A grid holds t still and counts its rows in h, its columns in w;
     the next one starts max(h, w) further on. A padded prompt of 3, a 1 x 2 draft, a 2 x 2 grid:
@@ -349,7 +350,7 @@ def build_visibility(mask, num_rows):
 @contextlib.contextmanager
 def on_device(module, device):
     """Offloading: inside the `with` the weights are on the device, after it where they were. They
-    are frozen (LoRA's are not in it): nothing is copied back. If there already, nothing moves."""
+    are frozen (LoRA's are not in the module): nothing is copied back. If there, nothing moves."""
     homes = {tensor: tensor.data for tensor in (*module.parameters(), *module.buffers())}
     try:
         for tensor, home in homes.items():
@@ -362,7 +363,7 @@ def on_device(module, device):
 class GLMImageWrapper:
     """A `GlmImagePipeline` as a policy. One of your own needs what the trainer uses: `policy` (gets
     the adapters), `TARGETS` (a regex for its linear layers), `device`, `policy_on_device`,
-    `sample`, `compute_logprobs`, `decode`, `generate_with_tracking`; chance from seeds alone."""
+    `sample`, `compute_logprobs`, `decode`, `generate_with_tracking`; the seeds make all chance."""
     TARGETS = (r"model\.language_model\.layers\.\d+\."
                r"(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)")
 
@@ -371,14 +372,15 @@ class GLMImageWrapper:
         self.config = config
         self.device = torch.device(device)
         self.width, self.height = config.size
-        self.policy = pipe.vision_language_encoder
+        self.policy = pipe.vision_language_encoder  # the pipeline's name for the AR half
         self.temperature = config.temperature or self.policy.generation_config.temperature or 1.0
         self.top_p = config.top_p or self.policy.generation_config.top_p or 1.0
         self.codebook_size = pipe.transformer.config.prior_vq_quantizer_codebook_size
         # The two halves. The vision tower, for image-to-image, is in neither and stays on the CPU.
         self.ar_half = torch.nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit_half = torch.nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
-        offload = config.offload == "on" or config.offload == "auto" and 0 < free_gib() < 60
+        scarce = 0 < free_gib() < 60  # 0: no GPU
+        offload = config.offload == "on" or (config.offload == "auto" and scarce)
         self.policy.requires_grad_(False)
         self.policy.activation_checkpointing_enable()
         for half in (self.ar_half, self.dit_half):
@@ -414,40 +416,41 @@ class GLMImageWrapper:
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=sizes)
         inputs = inputs.to(self.device)
         mask = inputs.attention_mask  # [P, L]
-        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # the draft is sampled first
+        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # listed so, but sampled draft first
         position_ids = build_position_ids(mask, [draft, large])
         T = position_ids.shape[2] - mask.shape[1]
         return inputs.input_ids, F.pad(mask, (0, T), value=1).bool(), position_ids
 
     def forward(self, ids, visible, position_ids, num_last, cache=None):
-        """Logits at the last positions, of codes alone, fp32, at the temperature [B, num_last, V].
-        The classes around the language model would insert positions of their own."""
+        """-> logits [B, num_last, V] of the last positions, of image codes alone, in fp32, over the
+        temperature. The classes around the language model would insert positions of their own."""
         language_model, lm_head = self.ar_half
         for layer in language_model.layers:
-            layer.training = torch.is_grad_enabled()  # True: gradient checkpointing; dropout is off
+            layer.training = torch.is_grad_enabled()  # its own flag: checkpointing, but no dropout
         hidden = language_model(
             input_ids=ids, attention_mask=visible, position_ids=position_ids,
-            past_key_values=cache, use_cache=False).last_hidden_state  # a cache given is filled
+            past_key_values=cache, use_cache=False).last_hidden_state  # False: make none; fill this
         logits = lm_head(hidden[:, -num_last:])[..., :self.codebook_size]
         return logits.float() / self.temperature
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed for each group -> tokens [N, T] (a small draft, then the large
-        grid), logprobs [N, T], and allowed [N, T, V / 8], the nuclei in bits. `generate` would mix
-        up the grids of several prompts, end early, and cut to 50 codes."""
+        grid), logprobs [N, T], and allowed [N, T, V / 8], the nuclei in bits. Not by `generate`:
+        it mixes up the grids of several prompts, may end early, and cuts to 50 codes."""
         with self.policy_on_device():
             ids, mask, position_ids = self.encode(np.repeat(prompts, group_size).tolist())
             L = ids.shape[1]
             T = mask.shape[1] - L
             visible = build_visibility(mask, L + T)  # [N, 1, L + T, L + T]
-            # A prompt is read once, all but its last token; reorder_cache copies its row G times.
+            # A prompt is read once, but for the last token, with which the loop begins; then
+            # reorder_cache copies its row of keys and values G times.
             cache = transformers.StaticCache(self.policy.config.text_config, L + T)
             self.forward(ids[::group_size, :-1], visible[::group_size, :, :L - 1],
                          position_ids[:, ::group_size, :L - 1], 1, cache)
             cache.reorder_cache(torch.arange(len(prompts)).repeat_interleave(group_size))
 
-            # All chance is drawn beforehand, a number a token, from the seed of the group alone.
+            # All chance, a number a token, comes from the seed of the group: no batch changes it.
             chance = [torch.rand(group_size, T, generator=torch.Generator().manual_seed(seed))
                       for seed in seeds]
             chance = torch.cat(chance).to(self.device)  # [N, T]
@@ -477,7 +480,7 @@ class GLMImageWrapper:
         if allowed is not None:
             allowed = unpack_bits(allowed.to(self.device))
         logp = compute_policy_logprobs(logits, allowed)
-        entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=2)  # for a bonus; 0 * -inf is NaN
+        entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=2)  # to log, or for a bonus
         return logp.gather(2, tokens[..., None])[..., 0], entropy
 
     @torch.no_grad()
@@ -488,12 +491,12 @@ class GLMImageWrapper:
         h = self.height // 32
         w = self.width // 32
         large = tokens[:, -h * w:].to(self.device).view(-1, h, w)
-        codes = large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # the DiT's grid
+        codes = large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # 16 pixels each
         images = []
         with on_device(self.dit_half, self.device):
             for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
-                # Only quoted words reach the DiT as text; what to draw reaches it as codes. One
-                # prompt at a time: it would see the padding of several.
+                # What to draw reaches the DiT as codes. Of the prompt it is shown the words in
+                # quotes, to be lettered: glyphs. One prompt at a time, as it minds padding.
                 glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
                 for part in group.split(self.config.micro_batch_size):
                     images += self.pipe(
@@ -579,6 +582,7 @@ class GRPOTrainer:
     def choose_prompts(self, step):
         """-> indices of this GPU's prompts and a seed for each, from config.seed and step alone: no
         random state to store. Each prompt comes once, in a new order, before any comes again."""
+        # A turn is a prompt drawn in this run, a lap is once through all the prompts.
         seed = self.config.seed
         last = step * self.config.batch_size
         turns = np.arange(last - self.config.batch_size + self.rank, last, self.world_size)
@@ -608,7 +612,8 @@ class GRPOTrainer:
         groups = rewards.view(-1, config.group_size)
         spread = groups.amax(dim=1) - groups.amin(dim=1)
         metrics = {
-            "reward": 0.0, "lr": config.lr,
+            "reward": 0.0,  # summed up below
+            "lr": config.lr,
             "reward_std": groups.std(dim=1).mean().item(),  # inside a group: what is learned from
             "frac_zero_std": (spread == 0).float().mean().item(),
             "sec_rollout": sampled - start, "sec_decode": decoded - sampled,
@@ -671,13 +676,13 @@ class GRPOTrainer:
             for weight in weights:
                 torch.distributed.all_reduce(weight.grad)  # a sum, as each had its share
         norm = torch.nn.utils.clip_grad_norm_(weights, self.config.max_grad_norm).item()
-        if math.isfinite(norm):  # AdamW would never forget one that is not
+        if math.isfinite(norm):  # a NaN would stay in AdamW's moments for ever
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def keep(self, row):
-        """Step 6, by the first GPU for all."""
+        """Step 6. Every GPU notes the row; the first one writes files."""
         self.history.append(row)
         due = row["step"] % self.config.save_every == 0 or row["step"] == self.config.steps
         bad = [row.get("skipped") for row in self.history[-3:]] == [1, 1, 1]
@@ -705,14 +710,14 @@ class GRPOTrainer:
         return images, rewards.tolist()
 
     def save_samples(self, step):
-        """Fixed prompts: from picture to picture only the policy differs -> their mean reward."""
+        """Pictures of fixed prompts from fixed seeds: only the policy changes -> mean reward."""
         images, rewards = self.evaluate(self.prompts[:8], self.targets[:8])
         for image, prompt, reward in zip(images, self.prompts, rewards):
             ImageDraw.Draw(image).text((4, 4), f"{reward:.3f} {prompt:.16}", stroke_fill="black",
                                        stroke_width=2, font_size=image.width / 14)
         sheet = diffusers.utils.make_image_grid(images, 1, len(images))
         save_picture(self.out / f"samples/step_{step:05d}.png", sheet)
-        if step > 0:  # before, now, and the mean reward of each step, from lowest to highest
+        if step > 0:  # before, now, and below them the mean reward of each step, over its range
             path = self.out / "samples/step_00000.png"
             first = Image.open(path) if path.exists() else sheet
             curve = Image.new("RGB", sheet.size, "white")
@@ -769,7 +774,7 @@ def make_tiny_models():
     processor = transformers.GlmImageProcessor(
         transformers.GlmImageImageProcessorPil(), tokenizer,
         "{{ messages[0].content[0].text }}")
-    # GLM-Image drafts 16 x 16 tokens at any size, too much noise for a toy: here half the grid.
+    # GLM-Image's draft has 16 x 16 tokens at any size, too many for a toy: here half the grid.
     processor._get_target_shape = halve_draft
     text = dict(vocab_size=18, vision_vocab_size=16, hidden_size=128, intermediate_size=128,
                 num_hidden_layers=2, num_attention_heads=2, eos_token_id=9, pad_token_id=10,
@@ -792,7 +797,7 @@ def make_tiny_models():
     glyphs = transformers.ByT5Tokenizer()
     return diffusers.GlmImagePipeline(glyphs, processor, t5, ar, vae, dit, scheduler)
 
-def halve_draft(height, width):
+def halve_draft(height, width):  # pixels -> rows, columns of the large grid, then of the draft
     return height // 32, width // 32, height // 64, width // 64
 
 def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImageWrapper):
@@ -805,12 +810,12 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImage
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(parts.parameters(), lr=2e-3)
     for _ in range(warmup_steps):
-        # The policy: about 1/3 of the 4 + 16 tokens are set to the colour of the prompt
+        # The policy: a random share of the 4 + 16 tokens, 1/3 in the mean, is what the prompt says
         shown = torch.randint(8, (batch, 1))
         same = torch.rand(batch, 20) < torch.rand(batch, 1) ** 2
         tokens = torch.where(same, shown, torch.randint(8, (batch, 20)))
         logprobs, _ = wrapper.compute_logprobs([f"a {COLORS[i]} thing" for i in shown], tokens)
-        # The painter: from noise and the large grid to pixels in one step, whatever the glyphs
+        # The painter, at half size: from noise to an image, noise - velocity, in a single step
         codes = tokens[:, 4:]
         noise = torch.randn(batch, 16, 8, 8)
         velocity = pipe.transformer(
@@ -831,7 +836,7 @@ def parse_args(argv=None):
     """-> Config: its defaults, those of TINY or of the run to resume, then what was typed."""
     parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS)
-    source = inspect.getsource(Config)
+    source = inspect.getsource(Config)  # for the comments
     for field in dataclasses.fields(Config):
         comment = re.search(rf"\b{field.name}: .*  # (.*)", source)[1]
         choices = typing.get_args(field.type) or None
@@ -865,7 +870,7 @@ def main(argv=None):
     try:
         config = parse_args(argv)
         if config.model == "tiny" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # two wait for each other where the machine is busy
+            torch.set_num_threads(1)  # on a busy machine two threads wait for each other
         # What can be wrong with the settings shows before a large model is loaded.
         if config.out and os.path.exists(config.out) and not config.resume:
             raise ValueError(f"--out {config.out} exists: name another folder, or --resume it")
@@ -873,7 +878,7 @@ def main(argv=None):
         prompts, targets = load_prompts(config.prompts)
         if "mse" in rewards and None in targets:
             raise ValueError(f"--reward mse: a line of {config.prompts} has no target")
-        print(f"model: {config.model} ({free_gib():.0f} GiB of GPU memory free, of 60 for all)")
+        print(f"model: {config.model} ({free_gib():.0f} GiB of GPU memory free, 60 wanted)")
         wrapper = GLMImageWrapper.from_pretrained(config.model, config)
         trainer = GRPOTrainer(config, wrapper, prompts, rewards, targets)
         if config.resume:
@@ -894,7 +899,7 @@ def main(argv=None):
         print(f"stopped after step {len(trainer.history) - 1}: --resume {trainer.out} goes on")
         sys.exit(128 + trainer.stopped)
 
-def fail(error):  # what the user can mend is one line
+def fail(error):  # one that the user can mend: one line, no traceback
     print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
     sys.exit(2)
 
