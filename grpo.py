@@ -23,9 +23,12 @@ Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B of them in a micro-batch; L
 padded on the left; T image tokens, each one of V codes: a small draft of the picture, then the
 large grid that is painted. The image size alone sets T, so the loss needs no mask.
 """
+from __future__ import annotations  # those of Config are defined with the command line
+
 import argparse, contextlib, dataclasses, functools, inspect, io, json, math, os, re
-import runpy, signal, sys, time, typing
+import runpy, signal, sys, time
 from pathlib import Path
+from typing import Literal, get_args, get_type_hints
 
 import diffusers, filelock, safetensors.torch, torch, transformers
 import numpy as np
@@ -33,45 +36,25 @@ import torch.nn.functional as F
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageColor, ImageDraw
 
-# --- Settings: an annotation parses what is typed, a comment is the help (see parse_args) --------
-def in_range(kind, low, high=1e9):  # a type for argparse: an int or a float from low to high
-    def number(word):  # argparse's messages show this name
-        if not low <= kind(word) <= high:  # NaN is in no range
-            raise argparse.ArgumentTypeError(f"{word} is not from {low} to {high:g}")
-        return kind(word)
-    return number
-
-count = in_range(int, 1)
-amount = in_range(float, 0)
-
-def image_size(word):  # 512, 1024x768, or [1024, 768] as in args.json -> (width, height)
-    sides = [count(side) for side in re.split("x|, ", word.strip("()[]"))]
-    if len(sides) > 2 or any(side % 32 for side in sides):
-        raise argparse.ArgumentTypeError(f"{word}: pixels come in multiples of 32")
-    return sides[0], sides[-1]
-
-def absolute(word):  # a model, or rewards a.py:f=1,b.py:g: paths become absolute, for --resume
-    return ",".join(os.path.abspath(part) if os.path.exists(part.split(":")[0]) else part
-                    for part in word.split(","))
-
+# --- Settings: a field is a flag, its comment the help, its annotation checks what is typed ------
 @dataclasses.dataclass
 class Config:
     model: absolute = "zai-org/GLM-Image"  # hub id, folder, or tiny: a toy for a laptop
     resume: os.path.abspath = None  # folder of a run to go on with, under its own settings
-    prompts: os.path.abspath = str(Path(__file__).with_name("prompts.txt"))  # a file, one a line
-    reward: absolute = "color"  # or several, weighted: color=1,my_rewards.py:sharp=.2
-    reward_norm: typing.Literal["none", "group"] = "none"  # group: sum up z-scores in each group
+    prompts: os.path.abspath = str(Path(__file__).with_name("prompts.txt"))  # text, one a line
+    reward: absolute = "color"  # color, mse, file.py:function, or several: color=1,mine.py:sharp=.2
+    reward_norm: Literal["none", "group"] = "none"  # group: sum up z-scores in each group
     steps: count = 300  # rollouts
     group_size: in_range(int, 2) = 4  # images per prompt
     batch_size: count = 8  # prompts per step, on all GPUs together
-    micro_batch_size: count = 1  # images at a time in decode and update: for memory, no result
+    micro_batch_size: count = 1  # images at a time in decode and update; no result changes
     lr: amount = 5e-5  # of AdamW; LoRA wants about ten times the rate of full weights
     num_iterations: count = 1  # updates per rollout; from 2 on the clip matters
     clip_range: amount = 0.2  # a ratio may fall to 1 - this
     clip_range_high: amount = None  # a ratio may rise to 1 + this; None: as clip_range
     kl_coef: amount = 0.01  # price of leaving the base model; 0: no KL is computed
-    scale_rewards: typing.Literal["group", "batch", "none"] = "group"  # whose std divides
-    importance: typing.Literal["token", "sequence"] = "token"  # one ratio for each (GRPO, GSPO)
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # its std divides advantages
+    importance: Literal["token", "sequence"] = "token"  # what has a ratio of its own (GRPO, GSPO)
     max_grad_norm: amount = 1.0  # gradients are clipped to this norm
     lora_rank: count = 32  # of the adapters
     size: image_size = (512, 512)  # pixels: 512, or 1024x768 with the width first
@@ -79,7 +62,7 @@ class Config:
     top_p: in_range(float, 0.01, 1) = None  # only the likeliest codes of this mass; None: model's
     decode_steps: count = 20  # denoising steps of the DiT
     guidance: amount = 1.5  # of the DiT; above 1 it runs twice a step
-    offload: typing.Literal["auto", "on", "off"] = "auto"  # on: a GPU holds AR or DiT in turn
+    offload: Literal["auto", "on", "off"] = "auto"  # on: a GPU holds AR or DiT in turn
     save_every: count = 10  # steps between checkpoints, and between pictures of fixed prompts
     seed: in_range(int, 0) = 0  # of everything random
     out: os.path.abspath = None  # new folder for the run; None: runs/<date-time>
@@ -832,17 +815,37 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImage
     return pipe
 
 # --- The command line ----------------------------------------------------------------------------
+def in_range(kind, low, high=1e9):  # a type for argparse: an int or a float from low to high
+    def number(word):  # argparse's messages show this name
+        if not low <= kind(word) <= high:  # NaN is in no range
+            raise argparse.ArgumentTypeError(f"{word} is not from {low} to {high:g}")
+        return kind(word)
+    return number
+
+count = in_range(int, 1)
+amount = in_range(float, 0)
+
+def image_size(word):  # 512, 1024x768, or [1024, 768] as in args.json -> (width, height)
+    sides = [count(side) for side in re.split("x|, ", word.strip("()[]"))]
+    if len(sides) > 2 or any(side % 32 for side in sides):
+        raise argparse.ArgumentTypeError(f"{word}: pixels come in multiples of 32")
+    return sides[0], sides[-1]
+
+def absolute(word):  # a model, or rewards a.py:f=1,b.py:g: paths become absolute, for --resume
+    return ",".join(os.path.abspath(part) if os.path.exists(part.split(":")[0]) else part
+                    for part in word.split(","))
+
 def parse_args(argv=None):
     """-> Config: its defaults, those of TINY or of the run to resume, then what was typed."""
     parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS)
     source = inspect.getsource(Config)  # for the comments
-    for field in dataclasses.fields(Config):
-        comment = re.search(rf"\b{field.name}: .*  # (.*)", source)[1]
-        choices = typing.get_args(field.type) or None
-        parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices,
-                            type=None if choices else field.type,
-                            help=f"{comment} ({field.default})")
+    for name, kind in get_type_hints(Config).items():
+        comment = re.search(rf"\b{name}: .*  # (.*)", source)[1]
+        choices = get_args(kind) or None
+        parser.add_argument(f"--{name.replace('_', '-')}", choices=choices,
+                            type=None if choices else kind,
+                            help=f"{comment} ({getattr(Config, name)})")
     typed = vars(parser.parse_args(argv))
     if "resume" in typed:
         if typed.keys() - {"resume", "steps", "prompts", "model"}:

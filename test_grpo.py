@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import typing
 import warnings
 import weakref
 from pathlib import Path
@@ -2640,7 +2641,7 @@ def readme_code(name):
 
 def run_code(code):
     """-> what it has defined."""
-    names = {"__name__": "readme", "__file__": str(HERE / "grpo.py")}
+    names = {"__name__": __name__, "__file__": str(HERE / "grpo.py")}  # a module that dataclasses find
     exec(code, names)
     return names
 
@@ -2900,7 +2901,7 @@ def test_readme_tells_the_defaults():
             elif isinstance(default, str):
                 assert value == Path(default).name, flag
             else:
-                assert field.type(value) == default, flag
+                assert typing.get_type_hints(grpo.Config)[field.name](value) == default, flag
 
 
 @pytest.mark.readme
