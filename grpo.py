@@ -304,7 +304,6 @@ def write_file(path, data):  # aside, then renamed: after a crash the old file i
 # --- GLM-Image: prompt -> tokens -> image, with the log-probs that GRPO needs --------------------
 def build_position_ids(attention_mask, grids):
     """For rotary embeddings, positions (t, h, w): mask [B, L], grids of T cells -> [3, B, L + T].
-
     Text counts up in all three. A grid holds t still and counts its rows in h, its columns in w;
     the next one starts max(h, w) further on. A padded prompt of 3, a 1 x 2 draft, a 2 x 2 grid:
               pad  prompt    draft   large
@@ -325,10 +324,9 @@ def build_position_ids(attention_mask, grids):
 def build_visibility(mask, num_rows):
     """mask [B, columns], False where padded -> [B, 1, rows, columns]: may a position (row) look
     at another (column)? It sees itself and what stands before it, but for padding."""
-    visible = mask[:, None, None].repeat(1, 1, num_rows, 1).tril()
     # A padded one sees itself too: one that sees nothing may become NaN on a GPU, and spread.
-    visible.diagonal(dim1=2, dim2=3).fill_(True)
-    return visible
+    itself = torch.eye(num_rows, mask.shape[1], dtype=torch.bool, device=mask.device)
+    return (mask[:, None, None] | itself).tril()
 
 @contextlib.contextmanager
 def on_device(module, device):
@@ -347,8 +345,7 @@ class GLMImageWrapper:
     """A `GlmImagePipeline` as a policy. One of your own needs what the trainer uses: `policy` (gets
     the adapters), `TARGETS` (a regex for its linear layers), `device`, `policy_on_device`,
     `sample`, `compute_logprobs`, `decode`, `generate_with_tracking`; the seeds make all chance."""
-    TARGETS = (r"model\.language_model\.layers\.\d+\."
-               r"(self_attn\.[qkvo]_proj|mlp\.(gate_up|down)_proj)")
+    TARGETS = r"model\.language_model\.layers\.\d+\.\w+\.([qkvo]|gate_up|down)_proj"
 
     def __init__(self, pipe, config, device="cpu"):
         self.pipe = pipe
@@ -362,10 +359,8 @@ class GLMImageWrapper:
         # The two halves. The vision tower, for image-to-image, is in neither and stays on the CPU.
         self.ar_half = torch.nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit_half = torch.nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
-        scarce = 0 < free_gib() < 60  # 0: no GPU
-        offload = config.offload == "on" or (config.offload == "auto" and scarce)
-        self.policy.requires_grad_(False)
-        self.policy.activation_checkpointing_enable()
+        offload = config.offload == "on" or (config.offload == "auto" and 0 < free_gib() < 60)
+        self.policy.requires_grad_(False).activation_checkpointing_enable()
         for half in (self.ar_half, self.dit_half):
             half.requires_grad_(False).eval()  # eval: dropout would score tokens differently
             half.to("cpu" if offload else device)
@@ -394,10 +389,10 @@ class GLMImageWrapper:
     def encode(self, prompts):
         """-> ids [P, L], mask [P, L + T], False where padded, position_ids [3, P, L + T]."""
         chats = [[{"role": "user", "content": [{"type": "text", "text": p}]}] for p in prompts]
-        sizes = dict(target_h=self.height, target_w=self.width, padding=True, padding_side="left")
+        settings = dict(target_h=self.height, target_w=self.width, padding=True,
+                        padding_side="left", return_tensors="pt")
         inputs = self.pipe.processor.apply_chat_template(
-            chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=sizes)
-        inputs = inputs.to(self.device)
+            chats, tokenize=True, return_dict=True, processor_kwargs=settings).to(self.device)
         mask = inputs.attention_mask  # [P, L]
         large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # listed so, but sampled draft first
         position_ids = build_position_ids(mask, [draft, large])
@@ -468,9 +463,8 @@ class GLMImageWrapper:
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
-        """Step 2. P prompts and seeds, tokens [N, T] -> N images; drafts are not painted. All of a
-        group begin with the same noise (DanceGRPO, 2505.07818): their rewards differ because their
-        tokens do, not by luck."""
+        """Step 2. P prompts and seeds, tokens [N, T] -> N images, of the large grids. A group shares
+        its noise (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck."""
         h = self.height // 32
         w = self.width // 32
         large = tokens[:, -h * w:].to(self.device).view(-1, h, w)
@@ -494,7 +488,7 @@ class GLMImageWrapper:
         samples = self.sample(prompts, group_size, seeds)
         return self.decode(prompts, samples[0], seeds), *samples
 
-def free_gib():  # of GPU memory
+def free_gib():  # of GPU memory; 0 without a GPU
     return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
 
 # --- The trainer ---------------------------------------------------------------------------------
@@ -505,12 +499,11 @@ def gather(rows):  # a list -> the lists of all GPUs joined, in the order of the
     torch.distributed.all_gather_object(parts, rows)
     return sum(parts, [])
 
-def merge_rows(rows):  # metrics of several GPUs or micro-batches -> one row: means, and two maxima
+def merge_rows(rows):  # metrics of several GPUs or micro-batches -> one row: means, or maxima
     merged = {}
     for key in dict.fromkeys(key for row in rows for key in row):
-        values = [row[key] for row in rows if key in row]
-        merge = max if key in ("ratio_max", "sampler_gap") else np.mean
-        merged[key] = float(merge(values))
+        merge = np.max if key in ("ratio_max", "sampler_gap", "grad_norm") else np.mean
+        merged[key] = float(merge([row[key] for row in rows if key in row]))
     return merged
 
 def split_rollout(rollout, size):  # {key: n values} -> micro-batches with the same keys
@@ -542,8 +535,7 @@ class GRPOTrainer:
         config = self.config
         if self.rank == 0:  # a new run makes its folder, and no other may write there meanwhile
             self.out.mkdir(parents=True, exist_ok=bool(self.history))
-            self.lock = filelock.FileLock(self.out / ".lock", is_singleton=True)
-            self.lock.acquire(timeout=0)
+            self.lock = filelock.FileLock(self.out / ".lock", is_singleton=True).acquire(timeout=0)
         if not self.history:
             self.keep({"step": 0})  # pictures and reward of the untrained policy
         while len(self.history) <= config.steps and not max(gather([self.stopped])):
@@ -588,21 +580,17 @@ class GRPOTrainer:
         rows = np.repeat(chosen, config.group_size)  # p0 p0 .. p1 p1 ..
         rollout = dict(images=images, tokens=tokens, logprobs=logprobs, allowed=allowed,
                        prompts=[self.prompts[i] for i in rows])
-        rewards, components = compute_rewards(
+        rollout["rewards"], components = compute_rewards(
             images, rollout["prompts"], [self.targets[i] for i in rows], self.rewards,
             config.group_size, config.reward_norm)
-        rollout["rewards"] = rewards
-        groups = rewards.view(-1, config.group_size)
-        spread = groups.amax(dim=1) - groups.amin(dim=1)
-        metrics = {
-            "reward": 0.0,  # summed up below
-            "lr": config.lr,
-            "reward_std": groups.std(dim=1).mean().item(),  # inside a group: what is learned from
-            "frac_zero_std": (spread == 0).float().mean().item(),
-            "sec_rollout": sampled - start, "sec_decode": decoded - sampled,
-            "sec_reward": time.perf_counter() - decoded,
-            "tokens_per_sec": self.world_size * tokens.numel() / (sampled - start),
-        }
+        groups = rollout["rewards"].view(-1, config.group_size)  # [P, G]
+        metrics = dict(
+            reward=0.0, lr=config.lr,  # the reward is summed up below
+            reward_std=groups.std(dim=1).mean().item(),  # inside a group: what is learned from
+            frac_zero_std=(groups == groups[:, :1]).all(dim=1).float().mean().item(),
+            sec_rollout=sampled - start, sec_decode=decoded - sampled,
+            sec_reward=time.perf_counter() - decoded,
+            tokens_per_sec=self.world_size * tokens.numel() / (sampled - start))
         for name, (_, weight) in self.rewards.items():
             values = components[name][~components[name].isnan()]
             if len(values):  # as they came, without the Nones
@@ -622,12 +610,10 @@ class GRPOTrainer:
                 for batch in batches:
                     batch["ref_logprobs"], _ = self.compute_logprobs(batch)
         rows = []
-        norms = []
         for batch in batches * config.num_iterations:  # the same dicts each time
             new_logprobs, entropy = self.compute_logprobs(batch)  # [B, T] each
-            # The trap of bf16: sampler and trainer round differently, so that a ratio of their
-            # log-probs is not 1, maybe even clipped, before any update. So the old policy is the
-            # trainer's own first pass; the gap to the sampler is logged.
+            # The trap of bf16: sampler and trainer round differently. Their ratio is not 1, maybe
+            # clipped, before any update. So the old policy is the trainer's own first pass.
             if "old_logprobs" not in batch:
                 batch["old_logprobs"] = new_logprobs.detach()
             loss, metrics = compute_grpo_loss(
@@ -641,10 +627,9 @@ class GRPOTrainer:
             metrics["entropy"] = entropy.mean().item()
             rows.append(metrics)
             if len(rows) % len(batches) == 0:  # all samples have been seen
-                norms.append(self.update())
+                metrics["grad_norm"] = self.update()
         metrics = merge_rows(rows)
-        metrics["grad_norm"] = np.max(norms).item()  # NaN if one of them is
-        metrics["skipped"] = int(not np.isfinite(norms).all())
+        metrics["skipped"] = int(not math.isfinite(metrics["grad_norm"]))  # one of them, or all
         metrics["sec_update"] = time.perf_counter() - start
         metrics["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
@@ -698,7 +683,7 @@ class GRPOTrainer:
         for image, prompt, reward in zip(images, self.prompts, rewards):
             ImageDraw.Draw(image).text((4, 4), f"{reward:.3f} {prompt:.16}", stroke_fill="black",
                                        stroke_width=2, font_size=image.width / 14)
-        sheet = diffusers.utils.make_image_grid(images, 1, len(images))
+        sheet = Image.fromarray(np.hstack(images))
         save_picture(self.out / f"samples/step_{step:05d}.png", sheet)
         if step > 0:  # before, now, and below them the mean reward of each step, over its range
             path = self.out / "samples/step_00000.png"
@@ -708,8 +693,8 @@ class GRPOTrainer:
             y = np.interp(y, (min(y), max(y)), (curve.height - 6, 6))
             x = np.linspace(0, curve.width, len(y))
             ImageDraw.Draw(curve).line(list(zip(x, y)), "crimson", 3)
-            progress = diffusers.utils.make_image_grid([first, sheet, curve], 3, 1)
-            save_picture(self.out / "progress.png", progress)
+            progress = np.vstack([first, sheet, curve])
+            save_picture(self.out / "progress.png", Image.fromarray(progress))
         return np.mean(rewards).item()
 
     def save_checkpoint(self):  # adapter/ to use elsewhere, checkpoint.pt to go on from
