@@ -362,8 +362,7 @@ class GLMImageWrapper:
         offload = config.offload == "on" or (config.offload == "auto" and 0 < free_gib() < 60)
         self.policy.requires_grad_(False).activation_checkpointing_enable()
         for half in (self.ar_half, self.dit_half):
-            half.requires_grad_(False).eval()  # eval: dropout would score tokens differently
-            half.to("cpu" if offload else device)
+            half.requires_grad_(False).eval().to("cpu" if offload else device)  # eval: no dropout
             if offload and self.device.type == "cuda":
                 half._apply(torch.Tensor.pin_memory)  # a GPU reads pinned memory fast
         pipe.set_progress_bar_config(disable=True)
@@ -389,15 +388,14 @@ class GLMImageWrapper:
     def encode(self, prompts):
         """-> ids [P, L], mask [P, L + T], False where padded, position_ids [3, P, L + T]."""
         chats = [[{"role": "user", "content": [{"type": "text", "text": p}]}] for p in prompts]
-        settings = dict(target_h=self.height, target_w=self.width, padding=True,
-                        padding_side="left", return_tensors="pt")
+        sizes = dict(target_h=self.height, target_w=self.width, padding=True, padding_side="left")
         inputs = self.pipe.processor.apply_chat_template(
-            chats, tokenize=True, return_dict=True, processor_kwargs=settings).to(self.device)
-        mask = inputs.attention_mask  # [P, L]
+            chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=sizes)
+        mask = inputs.attention_mask.to(self.device)  # [P, L]
         large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # listed so, but sampled draft first
         position_ids = build_position_ids(mask, [draft, large])
         T = position_ids.shape[2] - mask.shape[1]
-        return inputs.input_ids, F.pad(mask, (0, T), value=1).bool(), position_ids
+        return inputs.input_ids.to(self.device), F.pad(mask, (0, T), value=1).bool(), position_ids
 
     def forward(self, ids, visible, position_ids, num_last, cache=None):
         """-> logits [B, num_last, V] of the last positions, of image codes alone, in fp32, over the
@@ -413,9 +411,8 @@ class GLMImageWrapper:
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
-        """Step 1. P prompts, a seed for each group -> tokens [N, T] (a small draft, then the large
-        grid), logprobs [N, T], and allowed [N, T, V / 8], the nuclei in bits. Not by `generate`:
-        it mixes up the grids of several prompts, may end early, and cuts to 50 codes."""
+        """Step 1. P prompts, a seed per group -> tokens, logprobs [N, T], allowed [N, T, V / 8]:
+        the nuclei. Not by `generate`: it mixes up grids, may end early, and cuts to 50 codes."""
         with self.policy_on_device():
             ids, mask, position_ids = self.encode(np.repeat(prompts, group_size).tolist())
             L = ids.shape[1]
@@ -437,9 +434,8 @@ class GLMImageWrapper:
             for i in range(T):
                 now = slice(L - 1 + i, L + i)  # the position fed in
                 logits = self.forward(code, visible[:, :, now], position_ids[..., now], 1, cache)
-                logits = logits[:, 0]  # [N, V]
-                nucleus = find_nucleus(compute_policy_logprobs(logits), self.top_p)
-                logp = compute_policy_logprobs(logits, nucleus)
+                nucleus = find_nucleus(compute_policy_logprobs(logits[:, 0]), self.top_p)  # [N, V]
+                logp = compute_policy_logprobs(logits[:, 0], nucleus)
                 # A sample is where a number in 0..1 falls in the running sum of probabilities.
                 mass = logp.double().exp().cumsum(dim=1)
                 point = chance[:, i:i + 1] * mass[:, -1:]  # [N, 1]
@@ -463,7 +459,7 @@ class GLMImageWrapper:
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
-        """Step 2. P prompts and seeds, tokens [N, T] -> N images, of the large grids. A group shares
+        """Step 2. P prompts and seeds, tokens [N, T] -> N images, of the large grid. A group shares
         its noise (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck."""
         h = self.height // 32
         w = self.width // 32
@@ -557,11 +553,10 @@ class GRPOTrainer:
     def choose_prompts(self, step):
         """-> indices of this GPU's prompts and a seed for each, from config.seed and step alone: no
         random state to store. Each prompt comes once, in a new order, before any comes again."""
-        # A turn is a prompt drawn in this run, a lap is once through all the prompts.
         seed = self.config.seed
-        last = step * self.config.batch_size
+        last = step * self.config.batch_size  # a turn is a prompt drawn in this run
         turns = np.arange(last - self.config.batch_size + self.rank, last, self.world_size)
-        laps, places = np.divmod(turns, len(self.prompts))
+        laps, places = np.divmod(turns, len(self.prompts))  # a lap is once through all prompts
         orders = [np.random.default_rng([seed, lap]).permutation(len(self.prompts)) for lap in laps]
         chosen = [order[place] for order, place in zip(orders, places)]
         return chosen, ((seed * 1_000_003 + turns) % 2**32).tolist()
@@ -587,7 +582,7 @@ class GRPOTrainer:
         metrics = dict(
             reward=0.0, lr=config.lr,  # the reward is summed up below
             reward_std=groups.std(dim=1).mean().item(),  # inside a group: what is learned from
-            frac_zero_std=(groups == groups[:, :1]).all(dim=1).float().mean().item(),
+            frac_zero_std=(groups.diff() == 0).all(1).float().mean().item(),
             sec_rollout=sampled - start, sec_decode=decoded - sampled,
             sec_reward=time.perf_counter() - decoded,
             tokens_per_sec=self.world_size * tokens.numel() / (sampled - start))
@@ -683,18 +678,17 @@ class GRPOTrainer:
         for image, prompt, reward in zip(images, self.prompts, rewards):
             ImageDraw.Draw(image).text((4, 4), f"{reward:.3f} {prompt:.16}", stroke_fill="black",
                                        stroke_width=2, font_size=image.width / 14)
-        sheet = Image.fromarray(np.hstack(images))
+        sheet = np.hstack(images)  # [H, 8 W, 3]
         save_picture(self.out / f"samples/step_{step:05d}.png", sheet)
         if step > 0:  # before, now, and below them the mean reward of each step, over its range
             path = self.out / "samples/step_00000.png"
             first = Image.open(path) if path.exists() else sheet
-            curve = Image.new("RGB", sheet.size, "white")
+            curve = Image.fromarray(np.full_like(sheet, 255))  # white
             y = [row["reward"] for row in self.history[1:]]
             y = np.interp(y, (min(y), max(y)), (curve.height - 6, 6))
             x = np.linspace(0, curve.width, len(y))
             ImageDraw.Draw(curve).line(list(zip(x, y)), "crimson", 3)
-            progress = np.vstack([first, sheet, curve])
-            save_picture(self.out / "progress.png", Image.fromarray(progress))
+            save_picture(self.out / "progress.png", np.vstack([first, sheet, curve]))
         return np.mean(rewards).item()
 
     def save_checkpoint(self):  # adapter/ to use elsewhere, checkpoint.pt to go on from
@@ -717,19 +711,18 @@ class GRPOTrainer:
             for weight, moments in self.optimizer.state.items():
                 assert moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape
             assert all("reward" in row for row in state["history"][1:])
+            assert state["prompts"] == self.prompts, f"other prompts than {self.config.prompts}"
             self.history = state["history"]
         except Exception as error:
             raise ValueError(f"{folder} is no run of this model: {error!r}") from error
-        if state["prompts"] != self.prompts:
-            raise ValueError(f"{folder} was made with other prompts than {self.config.prompts}")
 
     def stop(self, number, frame):  # a signal: finish the step, save, end; a second one kills
         self.stopped = number
         signal.signal(number, signal.SIG_DFL)
 
-def save_picture(path, image):
+def save_picture(path, pixels):
     file = io.BytesIO()
-    image.save(file, "PNG")
+    Image.fromarray(pixels).save(file, "PNG")
     write_file(path, file.getvalue())
 
 # --- The toy: the real classes with 0.7 M weights; its 8 codes are the COLORS --------------------
