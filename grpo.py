@@ -391,11 +391,12 @@ class GLMImageWrapper:
         sizes = dict(target_h=self.height, target_w=self.width, padding=True, padding_side="left")
         inputs = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=sizes)
-        mask = inputs.attention_mask.to(self.device)  # [P, L]
+        inputs = inputs.to(self.device)
+        mask = inputs.attention_mask  # [P, L]
         large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # listed so, but sampled draft first
         position_ids = build_position_ids(mask, [draft, large])
         T = position_ids.shape[2] - mask.shape[1]
-        return inputs.input_ids.to(self.device), F.pad(mask, (0, T), value=1).bool(), position_ids
+        return inputs.input_ids, F.pad(mask, (0, T), value=1).bool(), position_ids
 
     def forward(self, ids, visible, position_ids, num_last, cache=None):
         """-> logits [B, num_last, V] of the last positions, of image codes alone, in fp32, over the
@@ -406,13 +407,12 @@ class GLMImageWrapper:
         hidden = language_model(
             input_ids=ids, attention_mask=visible, position_ids=position_ids,
             past_key_values=cache, use_cache=False).last_hidden_state  # False: make none; fill this
-        logits = lm_head(hidden[:, -num_last:])[..., :self.codebook_size]
-        return logits.float() / self.temperature
+        return lm_head(hidden[:, -num_last:])[..., :self.codebook_size].float() / self.temperature
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed per group -> tokens, logprobs [N, T], allowed [N, T, V / 8]:
-        the nuclei. Not by `generate`: it mixes up grids, may end early, and cuts to 50 codes."""
+        the nuclei in bits. Not by `generate`: it mixes up grids, may end early, cuts to 50 codes."""
         with self.policy_on_device():
             ids, mask, position_ids = self.encode(np.repeat(prompts, group_size).tolist())
             L = ids.shape[1]
@@ -607,8 +607,8 @@ class GRPOTrainer:
         rows = []
         for batch in batches * config.num_iterations:  # the same dicts each time
             new_logprobs, entropy = self.compute_logprobs(batch)  # [B, T] each
-            # The trap of bf16: sampler and trainer round differently. Their ratio is not 1, maybe
-            # clipped, before any update. So the old policy is the trainer's own first pass.
+            # The trap of bf16: sampler and trainer round differently, so that their ratio is not 1,
+            # maybe clipped, before any update. So the old policy is the trainer's own first pass.
             if "old_logprobs" not in batch:
                 batch["old_logprobs"] = new_logprobs.detach()
             loss, metrics = compute_grpo_loss(
