@@ -412,7 +412,7 @@ class GLMImageWrapper:
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed per group -> tokens, logprobs [N, T], allowed [N, T, V / 8]:
-        the nuclei in bits. Not by `generate`: it mixes up grids, may end early, cuts to 50 codes."""
+        the nuclei in bits. Not `generate`: it mixes up grids, may end early, cuts to 50 codes."""
         with self.policy_on_device():
             ids, mask, position_ids = self.encode(np.repeat(prompts, group_size).tolist())
             L = ids.shape[1]
