@@ -475,9 +475,8 @@ class GLMImageWrapper:
                     images += self.pipe(
                         prompt_embeds=glyphs.repeat(len(part), 1, 1), prior_token_ids=part,
                         generator=[torch.Generator().manual_seed(seed) for _ in part],
-                        height=self.height, width=self.width,
-                        num_inference_steps=self.config.decode_steps,
-                        guidance_scale=self.config.guidance).images
+                        height=self.height, width=self.width, guidance_scale=self.config.guidance,
+                        num_inference_steps=self.config.decode_steps).images
         return images
 
     def generate_with_tracking(self, prompts, group_size, seeds):  # N images, and what sample gives
@@ -632,8 +631,7 @@ class GRPOTrainer:
     def compute_logprobs(self, batch):
         return self.wrapper.compute_logprobs(batch["prompts"], batch["tokens"], batch["allowed"])
 
-    def update(self):
-        """One AdamW step on the gradients of all GPUs -> their norm before clipping."""
+    def update(self):  # one AdamW step on the gradients of all GPUs -> their norm before clipping
         weights = list(self.lora.weights.values())
         if self.world_size > 1:
             for weight in weights:
@@ -644,8 +642,7 @@ class GRPOTrainer:
         self.optimizer.zero_grad()
         return norm
 
-    def keep(self, row):
-        """Step 6. Every GPU notes the row; the first one writes files."""
+    def keep(self, row):  # step 6: every GPU notes the row, the first one writes files
         self.history.append(row)
         due = row["step"] % self.config.save_every == 0 or row["step"] == self.config.steps
         bad = [row.get("skipped") for row in self.history[-3:]] == [1, 1, 1]
@@ -672,8 +669,7 @@ class GRPOTrainer:
         rewards, _ = compute_rewards(images, prompts, targets, self.rewards, len(images))
         return images, rewards.tolist()
 
-    def save_samples(self, step):
-        """Pictures of fixed prompts from fixed seeds: only the policy changes -> mean reward."""
+    def save_samples(self, step):  # of fixed prompts and seeds; -> their mean reward
         images, rewards = self.evaluate(self.prompts[:8], self.targets[:8])
         for image, prompt, reward in zip(images, self.prompts, rewards):
             ImageDraw.Draw(image).text((4, 4), f"{reward:.3f} {prompt:.16}", stroke_fill="black",
