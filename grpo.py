@@ -669,7 +669,7 @@ class GRPOTrainer:
         rewards, _ = compute_rewards(images, prompts, targets, self.rewards, len(images))
         return images, rewards.tolist()
 
-    def save_samples(self, step):  # fixed prompts and seeds: the policy alone changes -> mean reward
+    def save_samples(self, step):  # fixed prompts and seeds: only the policy changes -> mean reward
         images, rewards = self.evaluate(self.prompts[:8], self.targets[:8])
         for image, prompt, reward in zip(images, self.prompts, rewards):
             ImageDraw.Draw(image).text((4, 4), f"{reward:.3f} {prompt:.16}", stroke_fill="black",
