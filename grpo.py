@@ -69,8 +69,8 @@ TINY = dict(model="tiny", steps=40, micro_batch_size=4, lr=2e-3, lora_rank=16,
 # --- The maths: pure functions of tensors --------------------------------------------------------
 def compute_advantages(rewards, group_size, scale="group"):
     """How much better is each sample than its group? rewards [N] -> (r - mean) / (std + 1e-6) [N].
-    The std, unbiased, is of the "group" (GRPO, 2402.03300) or the whole "batch"; "none" divides by
-    nothing (Dr. GRPO, 2503.20783). Equal rewards get exactly 0: the KL alone acts on such a group."""
+    The std, unbiased, is that of the "group" (GRPO, 2402.03300) or of the whole "batch"; "none": no
+    division (Dr. GRPO, 2503.20783). Equal rewards get exactly 0: then only the KL teaches."""
     rewards = torch.as_tensor(rewards).float()
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
@@ -93,11 +93,10 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
         loss  = -mean(min(ratio * A, clip(ratio, low, high) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
 
-    low = 1 - clip_range, high = 1 + clip_range_high (DAPO, 2503.14476). Log-probs are [N, T] (or [N]:
-    a sample is one action), advantages A [N]; only new_logprobs gets a gradient.
-    Why the loss may be 0: with one update per rollout old equals new, every ratio is 1, and
-    policy_loss is -mean(A), 0 over whole groups. The gradient is not 0: that of ratio * A at
-    ratio 1 is A * grad(new), REINFORCE with a baseline."""
+    low = 1 - clip_range, high = 1 + clip_range_high (DAPO, 2503.14476). Log-probs are [N, T] or, if
+    a sample is one action, [N]; advantages A [N]. Only new_logprobs gets a gradient.
+    Why the loss may be 0: with one update per rollout old is new, every ratio is 1, and policy_loss
+    is -mean(A), 0 over whole groups. Its gradient is A * grad(new), REINFORCE with a baseline."""
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     A = advantages.detach()[:, None]  # [N, 1]
     log_ratio = new - old_logprobs.detach().reshape_as(new)
@@ -133,32 +132,31 @@ def compute_policy_logprobs(logits, allowed=None):
     return logits.log_softmax(dim=-1)
 
 def find_nucleus(logprobs, top_p):
-    """The likeliest codes that together hold top_p of the mass: [N, V] -> bool [N, V].
-    The trap of top-p: scored by the whole softmax, a token drawn from the nucleus has a ratio that
-    is off by the mass cut away. To cut again does not help: a policy that has moved cuts elsewhere.
-    So the sampler keeps its nuclei, and all log-probs are taken inside them (the "keep sampling
-    mask" of DeepSeek-V3.2, 2512.02556)."""
+    """The likeliest codes that together hold top_p of the mass: [N, V] -> bool [N, V]. The trap:
+    by the whole softmax, the ratio of a token drawn in the nucleus is off by the mass cut away. To
+    cut again does not help: a policy that has moved cuts elsewhere. So the sampler keeps its nuclei
+    and all log-probs are taken inside ("keep sampling mask" of DeepSeek-V3.2, 2512.02556)."""
     return transformers.TopPLogitsWarper(top_p)(None, logprobs).isfinite()  # -inf where it cuts
 
 def pack_bits(mask):  # bool [.., V] -> uint8 [.., V / 8]: 16,384 codes take 2 KB a token
     return sum(mask[..., i::8].byte() << i for i in range(8))
 
 def unpack_bits(packed):  # uint8 [.., V / 8] -> bool [.., V]
-    return torch.stack([packed >> i & 1 for i in range(8)], dim=-1).bool().flatten(-2)
+    bits = [packed >> i & 1 for i in range(8)]
+    return torch.stack(bits, dim=-1).bool().flatten(-2)
 
 # --- Rewards -------------------------------------------------------------------------------------
-# function(images, prompts, targets) -> N numbers, higher is better, None is no opinion. Images are
-# PIL's, a target is one to imitate, or None. Nothing is differentiated: any function will do.
-
-NAMES = "red orange yellow green blue purple white black".split()
-COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255 for name in NAMES}  # [3], in 0..1
+# function(PIL images, prompts, images to imitate or Nones) -> N numbers, the higher the better; a
+# None is no opinion.
+COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
+          for name in "red orange yellow green blue purple white black".split()}
 
 def pil_to_tensor(images):  # PIL images of one size -> [N, 3, H, W], fp32 in 0..1
     pixels = np.stack([image.convert("RGB") for image in images])
     return torch.from_numpy(pixels).movedim(3, 1) / 255
 
 def tensor_to_pil(tensor):  # [N, 3, H, W], float in 0..1 -> PIL images; the exact inverse
-    return diffusers.utils.numpy_to_pil(tensor.clamp(0, 1).movedim(1, 3).float().cpu().numpy())
+    return diffusers.utils.pt_to_pil(2 * tensor.float() - 1)
 
 def reward_color(images, prompts, targets=None):
     """1 - |mean colour - the first colour that the prompt names|: 0..1, None if it names none."""
@@ -241,10 +239,9 @@ def load_prompts(path):
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained ---------------------------------------
 class LoRA:
-    """W x becomes W x + 2 B A x, with W frozen and B = 0 at first, so that nothing changes yet; the
-    2 is alpha / rank, as usual. `weights` holds A [rank, in] and B [out, rank] of the linear layers
-    whose names fit `targets`, under peft's names, in fp32: a bf16 weight of 0.02 plus an Adam step
-    of 5e-5 is the same bf16 weight."""
+    """W x becomes W x + 2 B A x: W is frozen, B = 0 at first, so that nothing changes yet; the 2 is
+    alpha / rank. `weights` holds A [rank, in] and B [out, rank] of linear layers whose names fit
+    `targets`, under peft's names, in fp32: in bf16, 0.02 plus Adam's step of 5e-5 is 0.02 again."""
     def __init__(self, model, targets, rank, device="cpu"):
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=targets)
         self.enabled = True
@@ -767,7 +764,8 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImage
     torch.manual_seed(seed)
     pipe = make_tiny_models()
     wrapper = wrapper_class(pipe, Config(**TINY))
-    palette = torch.stack(list(COLORS.values())) * 2 - 1  # [V, 3], in -1..1
+    names, colors = zip(*COLORS.items())
+    palette = torch.stack(colors) * 2 - 1  # [V, 3], in -1..1
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(parts.parameters(), lr=2e-3)
     for _ in range(warmup_steps):
@@ -775,7 +773,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImage
         shown = torch.randint(8, (batch, 1))
         same = torch.rand(batch, 20) < torch.rand(batch, 1) ** 2
         tokens = torch.where(same, shown, torch.randint(8, (batch, 20)))
-        logprobs, _ = wrapper.compute_logprobs([f"a {NAMES[i]} thing" for i in shown], tokens)
+        logprobs, _ = wrapper.compute_logprobs([f"a {names[i]} thing" for i in shown], tokens)
         # The painter, at half size: from noise to an image, noise - velocity, in a single step
         codes = tokens[:, 4:]
         noise = torch.randn(batch, 16, 8, 8)
@@ -810,8 +808,9 @@ def image_size(word):  # 512, 1024x768, or [1024, 768] as in args.json -> (width
     return sides[0], sides[-1]
 
 def absolute(word):  # a model, or rewards a.py:f=1,b.py:g: paths become absolute, for --resume
-    return ",".join(os.path.abspath(part) if os.path.exists(part.split(":")[0]) else part
-                    for part in word.split(","))
+    parts = [os.path.abspath(part) if os.path.exists(part.split(":")[0]) else part
+             for part in word.split(",")]
+    return ",".join(parts)
 
 def parse_args(argv=None):
     """-> Config: its defaults, those of TINY or of the run to resume, then what was typed."""
@@ -838,11 +837,11 @@ def parse_args(argv=None):
 
 def main(argv=None):
     if "RANK" in os.environ:  # torchrun: a process for each GPU; one talks for all
-        cuda = torch.cuda.is_available()
-        if cuda:
+        backend = "gloo"
+        if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # gloo notices a process that has died, NCCL waits
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+            backend = "cpu:gloo,cuda:nccl"  # gloo notices a process that has died, NCCL waits
+        torch.distributed.init_process_group(backend)
         if torch.distributed.get_rank() > 0:
             sys.stdout = open(os.devnull, "w")
     try:
