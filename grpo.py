@@ -23,8 +23,8 @@ The image size alone sets T, so the loss needs no mask.
 """
 from __future__ import annotations  # those of Config are defined with the command line
 
-import argparse, contextlib, copy, dataclasses, functools, inspect, io, json, math, os, re, runpy
-import signal, sys, time
+import argparse, contextlib, dataclasses, functools, inspect, io, json, math, os, re, runpy, signal
+import sys, time
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
@@ -70,7 +70,7 @@ TINY = dict(model="tiny", steps=40, micro_batch_size=4, lr=2e-3, lora_rank=16,
 def compute_advantages(rewards, group_size, scale="group"):
     """How much better is each sample than its group? rewards [N] -> (r - mean) / (std + 1e-6) [N].
     The std, unbiased, is that of the "group" (GRPO, 2402.03300) or of the whole "batch"; "none": no
-    division (Dr. GRPO, 2503.20783). Equal rewards get exactly 0: then only the KL teaches."""
+    division (Dr. GRPO, 2503.20783). Equal rewards get exactly 0: then only the KL acts."""
     rewards = torch.as_tensor(rewards).float()
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
@@ -89,14 +89,14 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
                       ref_logprobs=None, kl_coef=0.0, importance="token"):
     """PPO's clipped surrogate (1707.06347) plus a KL to the reference -> loss, {metric: float}.
 
-        ratio = exp(new - old), or for "sequence" exp(mean(new - old)) of each (GSPO, 2507.18071)
+        ratio = exp(new - old)    importance "sequence": exp(mean(new - old)) (GSPO, 2507.18071)
         loss  = -mean(min(ratio * A, clip(ratio, low, high) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
 
     low = 1 - clip_range, high = 1 + clip_range_high (DAPO, 2503.14476). Log-probs are [N, T] or, if
     a sample is one action, [N]; advantages A [N]. Only new_logprobs gets a gradient.
     Why the loss may be 0: with one update per rollout old is new, every ratio is 1, and policy_loss
-    is -mean(A), 0 over whole groups. Its gradient is A * grad(new), REINFORCE with a baseline."""
+    is -mean(A), 0 over whole groups. Its gradient is not 0, but A * grad(new): REINFORCE."""
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     A = advantages.detach()[:, None]  # [N, 1]
     log_ratio = new - old_logprobs.detach().reshape_as(new)
@@ -125,8 +125,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
 
 def compute_policy_logprobs(logits, allowed=None):
     """log pi(code) [.., V]: THE distribution of the policy, one definition for sampler and trainer.
-    logits: fp32 (in bf16 a log-prob of -9 is off by up to 0.03), over the temperature; allowed:
-    bool, the nucleus, or None for all codes."""
+    logits, over the temperature, are fp32: in bf16 a log-prob of -9 is off by up to 0.03; allowed
+    is the nucleus, bool, or None for all codes."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -math.inf)
     return logits.log_softmax(dim=-1)
@@ -146,8 +146,8 @@ def unpack_bits(packed):  # uint8 [.., V / 8] -> bool [.., V]
     return torch.stack(bits, dim=-1).bool().flatten(-2)
 
 # --- Rewards -------------------------------------------------------------------------------------
-# function(PIL images, prompts, images to imitate or Nones) -> N numbers, the higher the better; a
-# None is no opinion.
+# function(images, prompts, targets) -> N numbers, higher is better, None is no opinion. Images and
+# targets (to imitate, or None) are PIL's. Nothing is differentiated: any function will do.
 COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
           for name in "red orange yellow green blue purple white black".split()}
 
@@ -209,7 +209,8 @@ def compute_rewards(images, prompts, targets, rewards, group_size=1, norm="none"
     for name, (function, weight) in rewards.items():
         with foreign_code(name):
             # Copies: a reward that resizes its picture must not change what others see.
-            values = list(function(*copy.deepcopy((images, list(prompts), targets))))
+            goals = [target and target.copy() for target in targets]
+            values = list(function([image.copy() for image in images], list(prompts), goals))
             scores = torch.tensor([float("nan" if value is None else value) for value in values])
             if not len(images) == len(values) == scores.isfinite().sum() + values.count(None):
                 raise ValueError(f"not {len(images)} finite numbers or None: {values}")
@@ -738,7 +739,7 @@ def make_tiny_models():
         words, model_input_names=["input_ids", "attention_mask"], **special)
     processor = transformers.GlmImageProcessor(
         transformers.GlmImageImageProcessorPil(), tokenizer, "{{ messages[0].content[0].text }}")
-    processor._get_target_shape = halve_draft  # GLM-Image's own is 16 x 16 whatever the size
+    processor._get_target_shape = halve_draft  # GLM-Image's own draft is 16 x 16 at any size
     text = dict(vocab_size=18, vision_vocab_size=16, hidden_size=128, intermediate_size=128,
                 num_hidden_layers=2, num_attention_heads=2, eos_token_id=9, pad_token_id=10,
                 initializer_range=0.1)
@@ -764,16 +765,15 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImage
     torch.manual_seed(seed)
     pipe = make_tiny_models()
     wrapper = wrapper_class(pipe, Config(**TINY))
-    names, colors = zip(*COLORS.items())
-    palette = torch.stack(colors) * 2 - 1  # [V, 3], in -1..1
+    palette = torch.stack(list(COLORS.values())) * 2 - 1  # [V, 3], in -1..1
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(parts.parameters(), lr=2e-3)
     for _ in range(warmup_steps):
         # The policy: a random share of the 4 + 16 tokens, 1/3 in the mean, is what the prompt says
-        shown = torch.randint(8, (batch, 1))
+        said = torch.randint(8, (batch, 1))
         same = torch.rand(batch, 20) < torch.rand(batch, 1) ** 2
-        tokens = torch.where(same, shown, torch.randint(8, (batch, 20)))
-        logprobs, _ = wrapper.compute_logprobs([f"a {names[i]} thing" for i in shown], tokens)
+        tokens = torch.where(same, said, torch.randint(8, (batch, 20)))
+        logprobs, _ = wrapper.compute_logprobs([f"a {list(COLORS)[i]} thing" for i in said], tokens)
         # The painter, at half size: from noise to an image, noise - velocity, in a single step
         codes = tokens[:, 4:]
         noise = torch.randn(batch, 16, 8, 8)
@@ -824,7 +824,7 @@ def parse_args(argv=None):
     typed = vars(parser.parse_args(argv))
     if "resume" in typed:
         if typed.keys() - {"resume", "steps", "prompts", "model"}:
-            raise ValueError("--resume takes --steps alone, and --prompts or --model if they moved")
+            raise ValueError("--resume: only --steps may change, and --prompts and --model if moved")
         file = Path(typed["resume"], "args.json")
         if not file.exists():
             raise ValueError(f"--resume: {file.parent} holds no run")
@@ -876,9 +876,8 @@ def main(argv=None):
         print(f"stopped after step {len(trainer.history) - 1}: --resume {trainer.out} goes on")
         sys.exit(128 + trainer.stopped)
 
-def fail(error):  # one that the user can mend: one line, no traceback
-    print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
-    sys.exit(2)
+def fail(error):  # one that the user can mend: one line and exit code 2, as for a wrong flag
+    argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS).error(" ".join(str(error).split()))
 
 if __name__ == "__main__":
     sys.modules.setdefault("grpo", sys.modules[__name__])  # for rewards that import from grpo
