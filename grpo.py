@@ -778,10 +778,9 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImage
         codes = tokens[:, 4:]
         noise = torch.randn(batch, 16, 8, 8)
         velocity = pipe.transformer(
-            hidden_states=noise, encoder_hidden_states=torch.randn(batch, 1, 32),
-            prior_token_id=codes, prior_token_drop=codes < 0, timestep=torch.tensor([999.0]),
-            target_size=torch.full((1, 2), 128.0), crop_coords=torch.zeros(1, 2),
-            image_rotary_emb=None).sample
+            hidden_states=noise, timestep=torch.tensor([999.0]), crop_coords=torch.zeros(1, 2),
+            encoder_hidden_states=torch.randn(batch, 1, 32), target_size=torch.full((1, 2), 128.0),
+            prior_token_id=codes, prior_token_drop=codes < 0, image_rotary_emb=None).sample
         painted = pipe.vae._decode(noise - velocity).sample  # [B, 3, 64, 64]; decode is slower
         squares = palette[codes].mT.unflatten(2, (4, 4))  # [B, 3, 4, 4]
         loss = F.mse_loss(painted, F.interpolate(squares, 64)) - logprobs.mean()
