@@ -823,7 +823,7 @@ def parse_args(argv=None):
     typed = vars(parser.parse_args(argv))
     if "resume" in typed:
         if typed.keys() - {"resume", "steps", "prompts", "model"}:
-            raise ValueError("--resume: only --steps may change, and --prompts and --model if moved")
+            raise ValueError("--resume: only --steps may change, or --prompts and --model if moved")
         file = Path(typed["resume"], "args.json")
         if not file.exists():
             raise ValueError(f"--resume: {file.parent} holds no run")
