@@ -8,32 +8,28 @@ diffusion transformer (DiT, 7 B) decodes them into pixels. Here the AR half lear
                  ^--------------- update: a clipped policy gradient <---------+
 
 A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTrainer.train`:
-  1. sample   the policy, AR + LoRA, draws G token sequences for each of P prompts; a token is an
-              action, the samples of a prompt are a group
+  1. sample   the policy, AR + LoRA, draws a group of G token sequences for each of P prompts
   2. decode   the frozen DiT paints them; a group shares its noise, so that only tokens differ
   3. score    any function turns images into numbers; no gradient passes through a picture
-  4. compare  advantage = (reward - mean) / std of its group: the group mean is the baseline
-              that a value network would otherwise have to learn
-  5. update   make tokens of better images likelier and those of worse ones less, within PPO's
-              clip, at a price (KL) for leaving the base model
+  4. compare  advantage = (reward - mean) / std of its group: a baseline without a value network
+  5. update   make tokens, the actions, of better images likelier and those of worse ones less,
+              within PPO's clip, at a price (KL) for leaving the base model
   6. log      metrics, pictures of fixed prompts, a checkpoint
 `python grpo.py` runs a toy on a laptop, or GLM-Image on a GPU with 60 GiB free.
 
-Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B of them in a micro-batch; L prompt tokens,
-padded on the left; T image tokens, each one of V codes: a small draft of the picture, then the
-large grid that is painted. The image size alone sets T, so the loss needs no mask.
+Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B in a micro-batch; L prompt tokens, padded on
+the left; T image tokens, each one of V codes: a small draft, then the large grid that is painted.
+The image size alone sets T, so the loss needs no mask.
 """
 from __future__ import annotations  # those of Config are defined with the command line
 
-import argparse, contextlib, dataclasses, functools, inspect, io, json, math, os, re
-import runpy, signal, sys, time
+import argparse, contextlib, dataclasses, functools, inspect, io, json, math, os, re, runpy, signal
+import sys, time
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
 import diffusers, filelock, safetensors.torch, torch, transformers
-import numpy as np
-import torch.nn.functional as F
-from diffusers.image_processor import VaeImageProcessor
+import numpy as np, torch.nn.functional as F
 from PIL import Image, ImageColor, ImageDraw
 
 # --- Settings: a field is a flag, its comment the help, its annotation checks what is typed ------
@@ -72,10 +68,9 @@ TINY = dict(model="tiny", steps=40, micro_batch_size=4, lr=2e-3, lora_rank=16,
 
 # --- The maths: pure functions of tensors --------------------------------------------------------
 def compute_advantages(rewards, group_size, scale="group"):
-    """How much better each sample is than its group: A = (r - mean of its group) / (std + 1e-6).
-    rewards [N], ordered by group -> advantages [N], fp32. The std, unbiased, is that of the "group"
-    (GRPO, 2402.03300) or of the whole "batch"; "none" does not divide (Dr. GRPO, 2503.20783).
-    Equal rewards get exactly 0: such a group teaches nothing, and only the KL acts on it."""
+    """How much better is each sample than its group? rewards [N] -> (r - mean) / (std + 1e-6) [N].
+    The std, unbiased, is that of the "group" (GRPO, 2402.03300) or of the whole "batch"; "none": no
+    division (Dr. GRPO, 2503.20783). Equal rewards get exactly 0: then only the KL acts."""
     rewards = torch.as_tensor(rewards).float()
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
@@ -94,17 +89,14 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
                       ref_logprobs=None, kl_coef=0.0, importance="token"):
     """PPO's clipped surrogate (1707.06347) plus a KL to the reference -> loss, {metric: float}.
 
-        ratio = exp(new - old)
+        ratio = exp(new - old)    importance "sequence": exp(mean(new - old)) (GSPO, 2507.18071)
         loss  = -mean(min(ratio * A, clip(ratio, low, high) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
 
-    Log-probs are [N, T] (or [N]: a sample is one action), advantages [N]. Only new_logprobs gets a
-    gradient. low = 1 - clip_range, high = 1 + clip_range_high (DAPO, 2503.14476).
-    importance "sequence": one ratio a sequence, exp(mean(new - old)) (GSPO, 2507.18071).
-
-    Why the loss may be 0: with one update per rollout old equals new, every ratio is 1, and
-    policy_loss is -mean(A), 0 over whole groups. The gradient is not 0: that of ratio * A at
-    ratio 1 is A * grad(new), REINFORCE with a baseline."""
+    low = 1 - clip_range, high = 1 + clip_range_high (DAPO, 2503.14476). Log-probs are [N, T] or, if
+    a sample is one action, [N]; advantages A [N]. Only new_logprobs gets a gradient.
+    Why the loss may be 0: with one update per rollout old is new, every ratio is 1, and policy_loss
+    is -mean(A), 0 over whole groups. Its gradient is not 0, but A * grad(new): REINFORCE."""
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     A = advantages.detach()[:, None]  # [N, 1]
     log_ratio = new - old_logprobs.detach().reshape_as(new)
@@ -132,42 +124,39 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     return loss, {name: value.item() for name, value in metrics.items()}
 
 def compute_policy_logprobs(logits, allowed=None):
-    """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
-    logits [.., V], fp32 (in bf16 a log-prob of -9 is off by up to 0.03), over the temperature;
-    allowed [.., V], bool: the nucleus, or None for all codes -> log-probs [.., V]."""
+    """log pi(code) [.., V]: THE distribution of the policy, one definition for sampler and trainer.
+    logits, over the temperature, are fp32: in bf16 a log-prob of -9 is off by up to 0.03; allowed
+    is the nucleus, bool, or None for all codes."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -math.inf)
     return logits.log_softmax(dim=-1)
 
 def find_nucleus(logprobs, top_p):
-    """The likeliest codes that together hold top_p of the mass: [N, V] -> bool [N, V].
-    The trap of top-p: scored by the whole softmax, a token drawn from the nucleus has a ratio that
-    is off by the mass cut away. To cut again does not help: a policy that has moved cuts elsewhere.
-    So the sampler keeps its nuclei, and new, old and reference log-probs are taken inside them (the
-    "keep sampling mask" of DeepSeek-V3.2, 2512.02556)."""
+    """The likeliest codes that together hold top_p of the mass: [N, V] -> bool [N, V]. The trap:
+    by the whole softmax, the ratio of a token drawn in the nucleus is off by the mass cut away. To
+    cut again does not help: a policy that has moved cuts elsewhere. So the sampler keeps its nuclei
+    and all log-probs are taken inside ("keep sampling mask" of DeepSeek-V3.2, 2512.02556)."""
     return transformers.TopPLogitsWarper(top_p)(None, logprobs).isfinite()  # -inf where it cuts
 
 def pack_bits(mask):  # bool [.., V] -> uint8 [.., V / 8]: 16,384 codes take 2 KB a token
     return sum(mask[..., i::8].byte() << i for i in range(8))
 
 def unpack_bits(packed):  # uint8 [.., V / 8] -> bool [.., V]
-    return torch.stack([packed >> i & 1 for i in range(8)], dim=-1).bool().flatten(-2)
+    bits = [packed >> i & 1 for i in range(8)]
+    return torch.stack(bits, dim=-1).bool().flatten(-2)
 
 # --- Rewards -------------------------------------------------------------------------------------
-# function(images, prompts, targets) -> N numbers, higher is better, None is no opinion. Images are
-# PIL's, a target is one to imitate, or None. Nothing is differentiated: any function will do.
-
-COLORS = "red orange yellow green blue purple white black".split()
-image_processor = VaeImageProcessor(do_resize=False, do_normalize=False, do_convert_rgb=True)
+# function(images, prompts, targets) -> N numbers, higher is better, None is no opinion. Images and
+# targets (to imitate, or None) are PIL's. Nothing is differentiated: any function will do.
+COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
+          for name in "red orange yellow green blue purple white black".split()}
 
 def pil_to_tensor(images):  # PIL images of one size -> [N, 3, H, W], fp32 in 0..1
-    return image_processor.preprocess(list(images))
+    pixels = np.stack([image.convert("RGB") for image in images])
+    return torch.from_numpy(pixels).movedim(3, 1) / 255
 
 def tensor_to_pil(tensor):  # [N, 3, H, W], float in 0..1 -> PIL images; the exact inverse
-    return image_processor.postprocess(tensor.clamp(0, 1))
-
-def color_of(name):  # -> [3], in 0..1
-    return torch.tensor(ImageColor.getrgb(name)) / 255
+    return diffusers.utils.pt_to_pil(2 * tensor.float() - 1)
 
 def reward_color(images, prompts, targets=None):
     """1 - |mean colour - the first colour that the prompt names|: 0..1, None if it names none."""
@@ -175,7 +164,7 @@ def reward_color(images, prompts, targets=None):
     for image, prompt in zip(images, prompts):
         named = re.search(rf"\b({'|'.join(COLORS)})\b", prompt.lower())
         mean = pil_to_tensor([image]).mean(dim=(0, 2, 3))  # [3]
-        scores.append(1 - F.l1_loss(mean, color_of(named[0])) if named else None)
+        scores.append(1 - F.l1_loss(mean, COLORS[named[0]]) if named else None)
     return scores
 
 def reward_mse(images, prompts, targets):
@@ -188,8 +177,7 @@ run_file = functools.cache(runpy.run_path)  # two rewards of one file share what
 
 @contextlib.contextmanager
 def foreign_code(name):
-    """A reward runs in here: its errors keep their traceback, and a grad mode or default dtype that
-    it needs or sets stays in here."""
+    """A reward runs in here: its errors keep their traceback, what it sets in torch ends here."""
     try:
         with torch.enable_grad():
             yield
@@ -205,10 +193,8 @@ def load_rewards(text):
         name, _, weight = part.strip().partition("=")
         path, _, function = name.rpartition(":")
         label = os.path.basename(name)  # my_rewards.py:sharp, whatever the folder
-        found = REWARDS.get(name)
-        if os.path.isfile(path):
-            with foreign_code(label):
-                found = run_file(path).get(function)
+        with foreign_code(label):
+            found = run_file(path).get(function) if os.path.isfile(path) else REWARDS.get(name)
         if found is None or label in rewards or not math.isfinite(float(weight or 1)):
             raise ValueError(f"--reward {part}: unknown, or twice; color, mse or file.py:function")
         rewards[label] = found, float(weight or 1)
@@ -226,13 +212,11 @@ def compute_rewards(images, prompts, targets, rewards, group_size=1, norm="none"
             goals = [target and target.copy() for target in targets]
             values = list(function([image.copy() for image in images], list(prompts), goals))
             scores = torch.tensor([float("nan" if value is None else value) for value in values])
-            missing = ~scores.isfinite()  # must be the Nones alone
-            if len(values) != len(images) or missing.sum() > values.count(None):
+            if not len(images) == len(values) == scores.isfinite().sum() + values.count(None):
                 raise ValueError(f"not {len(images)} finite numbers or None: {values}")
         components[name] = scores
-        grouped = scores.view(-1, group_size)  # [P, G]
-        mean = grouped.nanmean(dim=1, keepdim=True).nan_to_num()
-        scores = grouped.where(~grouped.isnan(), mean).flatten()  # [N]
+        mean = scores.view(-1, group_size).nanmean(dim=1).nan_to_num()  # [P]
+        scores = scores.where(~scores.isnan(), mean.repeat_interleave(group_size))
         if norm == "group":
             scores = compute_advantages(scores, group_size)
         total += weight * scores
@@ -256,13 +240,11 @@ def load_prompts(path):
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained ---------------------------------------
 class LoRA:
-    """W x becomes W x + 2 B A x, with W frozen and B = 0 at first, so that nothing changes yet.
-    `weights` holds A [rank, in] and B [out, rank] of each linear layer whose name fits `targets`,
-    under peft's names, in fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16
-    weight. The 2 is alpha / rank, as is usual."""
+    """W x becomes W x + 2 B A x: W is frozen, B = 0 at first, so that nothing changes yet; the 2 is
+    alpha / rank. `weights` holds A [rank, in] and B [out, rank] of linear layers whose names fit
+    `targets`, under peft's names, in fp32: in bf16, 0.02 plus Adam's step of 5e-5 is 0.02 again."""
     def __init__(self, model, targets, rank, device="cpu"):
-        self.targets = targets
-        self.rank = rank
+        self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=targets)
         self.enabled = True
         self.weights = {}
         for name, linear in model.named_modules():
@@ -276,8 +258,7 @@ class LoRA:
 
     def add_low_rank(self, A, B, linear, inputs, output):
         if self.enabled:  # else None is returned, and the output stays
-            low = inputs[0] @ A.to(output).T  # [.., rank]
-            return output + 2 * low @ B.to(output).T
+            return output + 2 * (inputs[0] @ A.to(output).T) @ B.to(output).T
 
     @contextlib.contextmanager
     def disabled(self):
@@ -289,8 +270,7 @@ class LoRA:
             self.enabled = True
 
     def save(self, folder, base_model):  # as transformers' load_adapter and peft read it
-        config = dict(peft_type="LORA", base_model_name_or_path=base_model, r=self.rank,
-                      lora_alpha=2 * self.rank, target_modules=self.targets)
+        config = self.config | dict(base_model_name_or_path=base_model)
         tensors = {f"base_model.model.{name}": weight for name, weight in self.weights.items()}
         write_file(folder / "adapter_model.safetensors", safetensors.torch.save(tensors))
         write_file(folder / "adapter_config.json", json.dumps(config).encode())
@@ -722,6 +702,9 @@ def save_picture(path, pixels):
     write_file(path, file.getvalue())
 
 # --- The toy: the real classes with 0.7 M weights; its 8 codes are the COLORS --------------------
+def halve_draft(height, width):  # pixels -> rows, columns of the large grid, then of the draft
+    return height // 32, width // 32, height // 64, width // 64
+
 def make_tiny_models():
     """-> a GlmImagePipeline of random weights. Of words it knows the COLORS; the rest is unk."""
     special = {f"{name}_token": name for name in "bos eos pad unk image grid_bos grid_eos".split()}
@@ -729,18 +712,15 @@ def make_tiny_models():
     tokenizer = transformers.BertTokenizer(
         words, model_input_names=["input_ids", "attention_mask"], **special)
     processor = transformers.GlmImageProcessor(
-        transformers.GlmImageImageProcessorPil(), tokenizer,
-        "{{ messages[0].content[0].text }}")
-    # GLM-Image's draft has 16 x 16 tokens at any size, too many for a toy: here half the grid.
-    processor._get_target_shape = halve_draft
+        transformers.GlmImageImageProcessorPil(), tokenizer, "{{ messages[0].content[0].text }}")
+    processor._get_target_shape = halve_draft  # GLM-Image's own draft is 16 x 16 at any size
     text = dict(vocab_size=18, vision_vocab_size=16, hidden_size=128, intermediate_size=128,
                 num_hidden_layers=2, num_attention_heads=2, eos_token_id=9, pad_token_id=10,
                 initializer_range=0.1)
-    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16)
-    vq = dict(embed_dim=16, num_embeddings=8, latent_channels=16)
     ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
-        text_config=text, vision_config=vision, vq_config=vq, image_start_token_id=8,
-        image_end_token_id=9, image_token_id=12))
+        text_config=text, image_start_token_id=8, image_end_token_id=9, image_token_id=12,
+        vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16),
+        vq_config=dict(embed_dim=16, num_embeddings=8, latent_channels=16)))
     t5 = transformers.T5EncoderModel(
         transformers.T5Config(vocab_size=384, d_model=32, num_layers=0))
     dit = diffusers.GlmImageTransformer2DModel(
@@ -750,12 +730,8 @@ def make_tiny_models():
         up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4, layers_per_block=0,
         mid_block_add_attention=False, latent_channels=16, norm_num_groups=1,
         latents_mean=[0.0] * 16, latents_std=[1.0] * 16)
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    glyphs = transformers.ByT5Tokenizer()
-    return diffusers.GlmImagePipeline(glyphs, processor, t5, ar, vae, dit, scheduler)
-
-def halve_draft(height, width):  # pixels -> rows, columns of the large grid, then of the draft
-    return height // 32, width // 32, height // 64, width // 64
+    return diffusers.GlmImagePipeline(transformers.ByT5Tokenizer(), processor, t5, ar, vae, dit,
+                                      diffusers.FlowMatchEulerDiscreteScheduler())
 
 def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImageWrapper):
     """The toy, fitted with supervision for some seconds: its painter learns to show each code in
@@ -763,23 +739,22 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImage
     torch.manual_seed(seed)
     pipe = make_tiny_models()
     wrapper = wrapper_class(pipe, Config(**TINY))
-    palette = torch.stack([color_of(name) for name in COLORS]) * 2 - 1  # [V, 3], in -1..1
+    palette = torch.stack(list(COLORS.values())) * 2 - 1  # [V, 3], in -1..1
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(parts.parameters(), lr=2e-3)
     for _ in range(warmup_steps):
         # The policy: a random share of the 4 + 16 tokens, 1/3 in the mean, is what the prompt says
-        shown = torch.randint(8, (batch, 1))
+        said = torch.randint(8, (batch, 1))
         same = torch.rand(batch, 20) < torch.rand(batch, 1) ** 2
-        tokens = torch.where(same, shown, torch.randint(8, (batch, 20)))
-        logprobs, _ = wrapper.compute_logprobs([f"a {COLORS[i]} thing" for i in shown], tokens)
+        tokens = torch.where(same, said, torch.randint(8, (batch, 20)))
+        logprobs, _ = wrapper.compute_logprobs([f"a {list(COLORS)[i]} thing" for i in said], tokens)
         # The painter, at half size: from noise to an image, noise - velocity, in a single step
         codes = tokens[:, 4:]
         noise = torch.randn(batch, 16, 8, 8)
         velocity = pipe.transformer(
-            hidden_states=noise, encoder_hidden_states=torch.randn(batch, 1, 32),
-            prior_token_id=codes, prior_token_drop=codes < 0, timestep=torch.tensor([999.0]),
-            target_size=torch.full((1, 2), 128.0), crop_coords=torch.zeros(1, 2),
-            image_rotary_emb=None).sample
+            hidden_states=noise, timestep=torch.tensor([999.0]), crop_coords=torch.zeros(1, 2),
+            encoder_hidden_states=torch.randn(batch, 1, 32), target_size=torch.full((1, 2), 128.0),
+            prior_token_id=codes, prior_token_drop=codes < 0, image_rotary_emb=None).sample
         painted = pipe.vae._decode(noise - velocity).sample  # [B, 3, 64, 64]; decode is slower
         squares = palette[codes].mT.unflatten(2, (4, 4))  # [B, 3, 4, 4]
         loss = F.mse_loss(painted, F.interpolate(squares, 64)) - logprobs.mean()
@@ -806,25 +781,23 @@ def image_size(word):  # 512, 1024x768, or [1024, 768] as in args.json -> (width
     return sides[0], sides[-1]
 
 def absolute(word):  # a model, or rewards a.py:f=1,b.py:g: paths become absolute, for --resume
-    return ",".join(os.path.abspath(part) if os.path.exists(part.split(":")[0]) else part
-                    for part in word.split(","))
+    parts = [os.path.abspath(part) if os.path.exists(part.split(":")[0]) else part
+             for part in word.split(",")]
+    return ",".join(parts)
 
 def parse_args(argv=None):
     """-> Config: its defaults, those of TINY or of the run to resume, then what was typed."""
     parser = argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS)
-    source = inspect.getsource(Config)  # for the comments
+    comments = dict(re.findall(r"(\w+): .*  # (.*)", inspect.getsource(Config)))
     for name, kind in get_type_hints(Config).items():
-        comment = re.search(rf"\b{name}: .*  # (.*)", source)[1]
-        choices = get_args(kind) or None
-        parser.add_argument(f"--{name.replace('_', '-')}", choices=choices,
-                            type=None if choices else kind,
-                            help=f"{comment} ({getattr(Config, name)})")
+        check = dict(choices=get_args(kind)) if get_args(kind) else dict(type=kind)
+        parser.add_argument(f"--{name.replace('_', '-')}", **check,
+                            help=f"{comments[name]} ({getattr(Config, name)})")
     typed = vars(parser.parse_args(argv))
     if "resume" in typed:
         if typed.keys() - {"resume", "steps", "prompts", "model"}:
-            raise ValueError("a resumed run has its own settings: only --steps may change, and "
-                             "--prompts and --model where they have moved")
+            raise ValueError("--resume: only --steps may change, or --prompts and --model if moved")
         file = Path(typed["resume"], "args.json")
         if not file.exists():
             raise ValueError(f"--resume: {file.parent} holds no run")
@@ -876,9 +849,8 @@ def main(argv=None):
         print(f"stopped after step {len(trainer.history) - 1}: --resume {trainer.out} goes on")
         sys.exit(128 + trainer.stopped)
 
-def fail(error):  # one that the user can mend: one line, no traceback
-    print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
-    sys.exit(2)
+def fail(error):  # one that the user can mend: one line and exit code 2, as for a wrong flag
+    argparse.ArgumentParser("grpo.py", usage=argparse.SUPPRESS).error(" ".join(str(error).split()))
 
 if __name__ == "__main__":
     sys.modules.setdefault("grpo", sys.modules[__name__])  # for rewards that import from grpo
