@@ -8,18 +8,20 @@ diffusion transformer (DiT, 7 B) decodes them into pixels. Here the AR half lear
                  ^--------------- update: a clipped policy gradient <---------+
 
 A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTrainer.train`:
-  1. sample   the policy, AR + LoRA, draws a group of G token sequences for each of P prompts
+  1. sample   the policy, AR + LoRA, draws G token sequences for each of P prompts; a token is an
+              action, the samples of a prompt are a group
   2. decode   the frozen DiT paints them; a group shares its noise, so that only tokens differ
   3. score    any function turns images into numbers; no gradient passes through a picture
-  4. compare  advantage = (reward - mean) / std of its group: a baseline without a value network
-  5. update   make tokens, the actions, of better images likelier and those of worse ones less,
-              within PPO's clip, at a price (KL) for leaving the base model
+  4. compare  advantage = (reward - mean) / std of its group: the group mean is the baseline
+              that a value network would otherwise have to learn
+  5. update   make tokens of better images likelier and those of worse ones less, within PPO's
+              clip, at a price (KL) for leaving the base model
   6. log      metrics, pictures of fixed prompts, a checkpoint
 `python grpo.py` runs a toy on a laptop, or GLM-Image on a GPU with 60 GiB free.
 
-Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B in a micro-batch; L prompt tokens, padded on
-the left; T image tokens, each one of V codes: a small draft, then the large grid that is painted.
-The image size alone sets T, so the loss needs no mask.
+Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B of them in a micro-batch; L prompt tokens,
+padded on the left; T image tokens, each one of V codes: a small draft of the picture, then the
+large grid that is painted. The image size alone sets T, so the loss needs no mask.
 """
 from __future__ import annotations  # those of Config are defined with the command line
 
@@ -29,7 +31,8 @@ from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
 import diffusers, filelock, safetensors.torch, torch, transformers
-import numpy as np, torch.nn.functional as F
+import numpy as np
+import torch.nn.functional as F
 from PIL import Image, ImageColor, ImageDraw
 
 # --- Settings: a field is a flag, its comment the help, its annotation checks what is typed ------
@@ -68,9 +71,10 @@ TINY = dict(model="tiny", steps=40, micro_batch_size=4, lr=2e-3, lora_rank=16,
 
 # --- The maths: pure functions of tensors --------------------------------------------------------
 def compute_advantages(rewards, group_size, scale="group"):
-    """How much better is each sample than its group? rewards [N] -> (r - mean) / (std + 1e-6) [N].
-    The std, unbiased, is that of the "group" (GRPO, 2402.03300) or of the whole "batch"; "none": no
-    division (Dr. GRPO, 2503.20783). Equal rewards get exactly 0: then only the KL acts."""
+    """How much better each sample is than its group: A = (r - mean of its group) / (std + 1e-6).
+    rewards [N], ordered by group -> advantages [N], fp32. The std, unbiased, is that of the "group"
+    (GRPO, 2402.03300) or of the whole "batch"; "none" does not divide (Dr. GRPO, 2503.20783).
+    Equal rewards get exactly 0: such a group teaches nothing, and only the KL acts on it."""
     rewards = torch.as_tensor(rewards).float()
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
@@ -89,14 +93,17 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
                       ref_logprobs=None, kl_coef=0.0, importance="token"):
     """PPO's clipped surrogate (1707.06347) plus a KL to the reference -> loss, {metric: float}.
 
-        ratio = exp(new - old)    importance "sequence": exp(mean(new - old)) (GSPO, 2507.18071)
+        ratio = exp(new - old)
         loss  = -mean(min(ratio * A, clip(ratio, low, high) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
 
-    low = 1 - clip_range, high = 1 + clip_range_high (DAPO, 2503.14476). Log-probs are [N, T] or, if
-    a sample is one action, [N]; advantages A [N]. Only new_logprobs gets a gradient.
-    Why the loss may be 0: with one update per rollout old is new, every ratio is 1, and policy_loss
-    is -mean(A), 0 over whole groups. Its gradient is not 0, but A * grad(new): REINFORCE."""
+    Log-probs are [N, T] (or [N]: a sample is one action), advantages [N]. Only new_logprobs gets a
+    gradient. low = 1 - clip_range, high = 1 + clip_range_high (DAPO, 2503.14476).
+    importance "sequence": one ratio a sequence, exp(mean(new - old)) (GSPO, 2507.18071).
+
+    Why the loss may be 0: with one update per rollout old equals new, every ratio is 1, and
+    policy_loss is -mean(A), 0 over whole groups. The gradient is not 0: that of ratio * A at
+    ratio 1 is A * grad(new), REINFORCE with a baseline."""
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     A = advantages.detach()[:, None]  # [N, 1]
     log_ratio = new - old_logprobs.detach().reshape_as(new)
@@ -124,18 +131,19 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     return loss, {name: value.item() for name, value in metrics.items()}
 
 def compute_policy_logprobs(logits, allowed=None):
-    """log pi(code) [.., V]: THE distribution of the policy, one definition for sampler and trainer.
-    logits, over the temperature, are fp32: in bf16 a log-prob of -9 is off by up to 0.03; allowed
-    is the nucleus, bool, or None for all codes."""
+    """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
+    logits [.., V], fp32 (in bf16 a log-prob of -9 is off by up to 0.03), over the temperature;
+    allowed [.., V], bool: the nucleus, or None for all codes -> log-probs [.., V]."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -math.inf)
     return logits.log_softmax(dim=-1)
 
 def find_nucleus(logprobs, top_p):
-    """The likeliest codes that together hold top_p of the mass: [N, V] -> bool [N, V]. The trap:
-    by the whole softmax, the ratio of a token drawn in the nucleus is off by the mass cut away. To
-    cut again does not help: a policy that has moved cuts elsewhere. So the sampler keeps its nuclei
-    and all log-probs are taken inside ("keep sampling mask" of DeepSeek-V3.2, 2512.02556)."""
+    """The likeliest codes that together hold top_p of the mass: [N, V] -> bool [N, V].
+    The trap of top-p: scored by the whole softmax, a token drawn from the nucleus has a ratio that
+    is off by the mass cut away. To cut again does not help: a policy that has moved cuts elsewhere.
+    So the sampler keeps its nuclei, and new, old and reference log-probs are taken inside them (the
+    "keep sampling mask" of DeepSeek-V3.2, 2512.02556)."""
     return transformers.TopPLogitsWarper(top_p)(None, logprobs).isfinite()  # -inf where it cuts
 
 def pack_bits(mask):  # bool [.., V] -> uint8 [.., V / 8]: 16,384 codes take 2 KB a token
@@ -240,9 +248,10 @@ def load_prompts(path):
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained ---------------------------------------
 class LoRA:
-    """W x becomes W x + 2 B A x: W is frozen, B = 0 at first, so that nothing changes yet; the 2 is
-    alpha / rank. `weights` holds A [rank, in] and B [out, rank] of linear layers whose names fit
-    `targets`, under peft's names, in fp32: in bf16, 0.02 plus Adam's step of 5e-5 is 0.02 again."""
+    """W x becomes W x + 2 B A x, with W frozen and B = 0 at first, so that nothing changes yet.
+    `weights` holds A [rank, in] and B [out, rank] of each linear layer whose name fits `targets`,
+    under peft's names, in fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16
+    weight. The 2 is alpha / rank, as is usual."""
     def __init__(self, model, targets, rank, device="cpu"):
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=targets)
         self.enabled = True
@@ -258,7 +267,8 @@ class LoRA:
 
     def add_low_rank(self, A, B, linear, inputs, output):
         if self.enabled:  # else None is returned, and the output stays
-            return output + 2 * (inputs[0] @ A.to(output).T) @ B.to(output).T
+            low = inputs[0] @ A.to(output).T  # [.., rank]
+            return output + 2 * low @ B.to(output).T
 
     @contextlib.contextmanager
     def disabled(self):
