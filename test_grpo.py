@@ -58,18 +58,17 @@ def make_wrapper(**settings):
 
 def make_trainer(out, **settings):
     """A trainer of the random toy: 2 prompts x 4 images of 64 x 128 a step. Nothing is written until `train`."""
-    config = make_config(**{"out": str(out), "temperature": None, **settings})
-    wrapper = grpo.GLMImageWrapper(make_tiny_pipeline(0, warmup_steps=0), config)
+    wrapper = make_wrapper(**{"out": str(out), "temperature": None, **settings})
     prompts = ["a red fox", "some yellow thing here", "green"]
     targets = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
-    return grpo.GRPOTrainer(config, wrapper, prompts, targets=targets)
+    return grpo.GRPOTrainer(wrapper.config, wrapper, prompts, targets=targets)
 
 
 def make_rollout(trainer, step=1):
     """What `train` hands to `train_step`."""
     rollout, _ = trainer.rollout(step)
-    config = trainer.config
-    rollout["advantages"] = grpo.compute_advantages(rollout["rewards"], config.group_size, config.scale_rewards)
+    rollout["advantages"] = grpo.compute_advantages(
+        rollout["rewards"], trainer.config.group_size, trainer.config.scale_rewards)
     return rollout
 
 
@@ -158,13 +157,12 @@ def test_advantages_by_hand():
     assert torch.equal(grpo.compute_advantages(rewards, 4, "none"), centred)
 
 
-@pytest.mark.parametrize("value", [0.1, 0.3, 1 / 3, 1e8, -7.7])
+@pytest.mark.parametrize("value", [0.3, 1e8, -7.7])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_equal_rewards_give_exact_zeros(value, scale):
     """The float mean of six times 0.3 is not 0.3; divided by a tiny std that was an advantage of 0.03."""
     got = grpo.compute_advantages([value] * 6 + [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 6, scale)
-    assert got[:6].tolist() == [0.0] * 6
-    assert got[6:].abs().sum() > 0
+    assert got[:6].tolist() == [0.0] * 6 and got[6:].any()
 
 
 @pytest.mark.parametrize("rewards, group_size, scale", [
@@ -176,30 +174,22 @@ def test_advantages_refuse_what_makes_no_groups(rewards, group_size, scale):
         grpo.compute_advantages(rewards, group_size, scale)
 
 
-@pytest.mark.parametrize("ratio, advantage, surrogate, moves", [
-    (1.5, 1.0, 1.2, False),  # better and already much likelier: clipped, no gradient
-    (1.5, -1.0, -1.5, True),  # worse but much likelier: the full push back
-    (0.5, 1.0, 0.5, True),  # better but much rarer: the full pull
-    (0.5, -1.0, -0.8, False),  # worse and already much rarer: clipped, no gradient
+@pytest.mark.parametrize("ratio, advantage, high, surrogate, moves", [
+    (1.5, 1.0, None, 1.2, False),  # better and already much likelier: clipped, no gradient
+    (1.5, -1.0, None, -1.5, True),  # worse but much likelier: the full push back
+    (0.5, 1.0, None, 0.5, True),  # better but much rarer: the full pull
+    (0.5, -1.0, None, -0.8, False),  # worse and already much rarer: clipped, no gradient
+    (1.3, 1.0, 0.4, 1.3, True), (1.5, 1.0, 0.4, 1.4, False), (0.7, -1.0, 0.4, -0.8, False),
+    (1.3, 1.0, 0.0, 1.0, False),  # 0 is a bound too
 ])
-def test_the_four_cases_of_the_clip(ratio, advantage, surrogate, moves):
-    """Guards the min: with max, or with the clip alone, two of the four are wrong."""
+def test_the_clip_by_hand(ratio, advantage, high, surrogate, moves):
+    """Guards the min: with max, or with the clip alone, two of the first four are wrong."""
     new = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1), torch.tensor([advantage]))
+    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1), torch.tensor([advantage]), 0.2, high)
     loss.backward()
-    assert loss.item() == pytest.approx(-surrogate)
-    assert (new.grad.abs().item() > 0) == moves
+    assert new.grad.any() == moves
     expected = dict(loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, ratio_max=ratio)
     assert metrics == pytest.approx({**expected, "clip_frac": float(not moves)})  # and no KL
-
-
-@pytest.mark.parametrize("high, surrogates", [
-    (0.4, [1.3, -0.8, 1.4]), (None, [1.2, -0.8, 1.2]), (0.0, [1.0, -0.8, 1.0])])  # 0 is a bound too
-def test_clip_range_high_moves_the_upper_bound_only(high, surrogates):
-    """DAPO: the ratios 1.3, 0.7, 1.5 with a lower bound of 0.8 throughout."""
-    new = torch.tensor([1.3, 0.7, 1.5]).log()
-    loss, _ = grpo.compute_grpo_loss(new, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0]), 0.2, high)
-    assert loss.item() == pytest.approx(-sum(surrogates) / 3)
 
 
 @pytest.mark.parametrize("delta, kl", [
@@ -222,12 +212,10 @@ def test_k3_by_hand_and_at_the_extremes(delta, kl):
 def test_gspo_is_the_ratio_of_the_mean():
     """One ratio a sequence: tokens that moved by +1 and -1 cancel, where token ratios would be clipped."""
     new = torch.tensor([[1.0, -1.0], [0.3, 0.1]])
-    advantages = torch.tensor([1.0, -1.0])
-    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(2, 2), advantages, importance="sequence")
+    loss, metrics = grpo.compute_grpo_loss(
+        new, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), importance="sequence")
     assert loss.item() == pytest.approx(-(1 - math.exp(0.2)) / 2)
     assert metrics["ratio_max"] == pytest.approx(math.exp(0.2))
-    token, _ = grpo.compute_grpo_loss(new, torch.zeros(2, 2), advantages)
-    assert abs(token.item() - loss.item()) > 0.1
 
 
 def test_a_log_prob_per_sequence_is_a_row_of_one_token():
@@ -271,7 +259,8 @@ def test_masked_logprobs_are_a_distribution_over_the_allowed_codes():
 
 @pytest.mark.parametrize("top_p", [0.3, 0.75, 1.0])
 def test_the_nucleus_is_the_smallest_set_that_holds_its_mass(top_p):
-    """By the definition, not by the library: the likeliest codes, and without the last one too few."""
+    """By the definition: the likeliest codes, and without the last one too few. A nucleus that came back from
+    its bits as another would score other codes."""
     torch.manual_seed(0)
     probs = (2 * torch.randn(100, 32)).softmax(dim=1)
     inside = grpo.find_nucleus(probs.log(), top_p)
@@ -279,16 +268,9 @@ def test_the_nucleus_is_the_smallest_set_that_holds_its_mass(top_p):
     least = probs.masked_fill(~inside, 2).amin(dim=1)
     assert (mass > top_p - 1e-6).all() and (mass - least < top_p).all()
     assert (least > probs.masked_fill(inside, -1).amax(dim=1)).all()
-
-
-def test_nuclei_are_packed_into_bits():
-    """The first code in the lowest bit; a nucleus that comes back as another would score other codes."""
-    torch.manual_seed(0)
-    mask = torch.rand(5, 3, 16) < 0.5
-    packed = grpo.pack_bits(mask)
-    assert packed.dtype == torch.uint8
-    assert np.array_equal(packed, np.packbits(mask, axis=-1, bitorder="little"))
-    assert torch.equal(grpo.unpack_bits(packed), mask)
+    packed = grpo.pack_bits(inside)
+    assert packed.shape == (100, 4) and packed.dtype == torch.uint8
+    assert torch.equal(grpo.unpack_bits(packed), inside)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -352,80 +334,40 @@ def test_rewards_take_any_sequence_of_numbers(values):
     assert components["a"].dtype == torch.float32
 
 
-def test_no_opinion_counts_as_the_mean_of_the_group():
-    """None moves no advantage: the mean of its group, 0 where a whole group has none, and NaN in the log."""
-    a = [1.0, None, 3.0, None, None, None]
-    b = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0]
-    rewards = {"a": (reward_of(a), 1.0), "b": (reward_of(b), 2.0)}
-    total, components = grpo.compute_rewards(*blank(6), rewards, group_size=3)
-    assert total.tolist() == [3.0, 4.0, 5.0, 2.0, 4.0, 6.0]
-    assert components["a"].isnan().tolist() == [False, True, False, True, True, True]
-    assert grpo.compute_advantages(total, 3)[1] == 0
-
-
-def test_group_normalisation_forgets_the_scales():
-    """By hand: z-scores of each component in its group, then the weights. A component a million times another
-    counts as much as its weight says; one that is equal in a group counts nothing there."""
-    a = [1e6, 3e6, 5.0, 5.0]
-    rewards = {"a": (reward_of(a), 1.0), "b": (reward_of([0.2, 0.1, 0.4, 0.8]), 3.0)}
-    total, components = grpo.compute_rewards(*blank(4), rewards, group_size=2, norm="group")
-    z = math.sqrt(0.5)
-    assert total.tolist() == pytest.approx([-z + 3 * z, z - 3 * z, -3 * z, 3 * z], rel=1e-4)
-    assert components["a"].tolist() == a  # the log shows them as they came
-
-
 def test_a_reward_changes_nothing_for_others():
-    """One that resizes its picture in place, or empties a list, would decide what the next one scores."""
+    """One that resizes its picture in place would decide what the next one scores; after its
+    set_grad_enabled(False) nothing would learn, without any error."""
     def spoil(images, prompts, targets):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
         for image in (*images, *targets):
             image.paste("red", (0, 0, 8, 8))
         for values in (images, prompts, targets):
             values.clear()
-        return [0.0]
+        return answers.pop()
 
     def look(images, prompts, targets):
         pixels = [image.getpixel((0, 0)) for image in (*images, *targets)]
-        seen.append([pixels, prompts])
+        seen.append([pixels, prompts, torch.is_grad_enabled(), torch.get_default_dtype()])
         return [0.0]
 
     seen = []
-    images, prompts, _ = blank(1)
-    targets = [Image.new("RGB", (8, 8), "blue")]
-    grpo.compute_rewards(images, prompts, targets, {"spoil": (spoil, 1.0), "look": (look, 1.0)})
-    look(images, prompts, targets)  # the caller's own
-    assert seen == [[[(0, 0, 0), (0, 0, 255)], ["prompt 0"]]] * 2
-
-
-def test_what_a_reward_sets_in_torch_ends_with_it():
-    """After set_grad_enabled(False) in a reward nothing learns, without any error."""
-    def meddle(*_):
-        torch.set_grad_enabled(False)
-        torch.set_default_dtype(torch.float64)
-        return values
-
-    def look(*_):
-        seen.append((torch.is_grad_enabled(), torch.get_default_dtype()))
-        return [0.0]
-
-    seen = []
-    rewards = {"meddle": (meddle, 1.0), "look": (look, 1.0)}
-    values = [0.0]
-    grpo.compute_rewards(*blank(1), rewards)
-    values = None  # an error
+    answers = [None, [0.0]]  # the second is an error
+    given = blank(1)[0], ["a fox"], [Image.new("RGB", (8, 8), "blue")]
+    rewards = {"spoil": (spoil, 1.0), "look": (look, 1.0)}
+    grpo.compute_rewards(*given, rewards)
     with pytest.raises(RuntimeError):
-        grpo.compute_rewards(*blank(1), rewards)
-    look()  # also for the caller
-    assert seen == [(True, torch.float32)] * 2
+        grpo.compute_rewards(*given, rewards)
+    look(*given)  # the caller
+    assert seen == [[[(0, 0, 0), (0, 0, 255)], ["a fox"], True, torch.float32]] * 2
 
 
 @pytest.mark.parametrize("reward, cause", [
     (lambda *_: 1 / 0, ZeroDivisionError),
     (lambda *_: sys.exit("no key"), SystemExit),
     (reward_of(None), TypeError),
-    (reward_of(["a", "b"]), ValueError),
     (reward_of(torch.zeros(2, 2)), (RuntimeError, ValueError)),
     (reward_of([0.0, 0.0, 0.0]), ValueError),
-    (reward_of([0.0]), ValueError),
     (reward_of([0.0, -math.inf]), ValueError),
     (reward_of([None, math.nan]), ValueError),
 ])
@@ -437,28 +379,22 @@ def test_a_reward_that_gives_no_numbers_is_named(reward, cause):
     assert isinstance(error.value.__cause__, cause)
 
 
-@pytest.fixture
-def own(tmp_path):
-    """A file of rewards: what it has loaded counts the images that both have seen."""
-    path = tmp_path / "own.py"
-    path.write_text(
-        "import itertools, torch\n"
-        "torch.set_default_dtype(torch.float64)\n"
-        "count = itertools.count()\n"
-        "def a(images, prompts, targets): return [next(count) for _ in images]\n"
-        "b = a\n")
-    return path
-
-
-def test_rewards_are_loaded_with_their_weights(own):
+def test_rewards_are_loaded_with_their_weights(tmp_path):
     """Two rewards of a file share what it loads: run for each of them, it would load its model twice."""
+    own = tmp_path / "own.py"
+    own.write_text("""
+import itertools, torch
+torch.set_default_dtype(torch.float64)
+count = itertools.count()  # the images that both have seen
+def a(images, prompts, targets): return [next(count) for _ in images]
+b = a
+""")
     rewards = grpo.load_rewards(f"color=2, mse,{own}:a,{own}:b=.5")
-    assert rewards["color"] == (grpo.reward_color, 2.0)
-    assert rewards["mse"] == (grpo.reward_mse, 1.0)
-    assert list(rewards) == ["color", "mse", "own.py:a", "own.py:b"]
+    assert rewards.pop("color") == (grpo.reward_color, 2.0)
+    assert rewards.pop("mse") == (grpo.reward_mse, 1.0)
     assert torch.get_default_dtype() == torch.float32
-    mine = {name: rewards[name] for name in ("own.py:a", "own.py:b")}
-    total, components = grpo.compute_rewards(*blank(2), mine)
+    total, components = grpo.compute_rewards(*blank(2), rewards)
+    assert list(components) == ["own.py:a", "own.py:b"]
     assert components["own.py:a"].tolist() == [0.0, 1.0] and components["own.py:b"].tolist() == [2.0, 3.0]
     assert total.tolist() == [1.0, 2.5]
 
@@ -527,25 +463,16 @@ def test_a_model_whose_layers_have_other_names_is_refused():
         grpo.LoRA(torch.nn.Linear(2, 2), "elsewhere", rank=1)
 
 
-@pytest.mark.parametrize("how", ["merged by hand", "peft", "transformers"])
-def test_an_adapter_is_the_same_elsewhere(tmp_path, sampled, how):
-    """The folder a run leaves, read in three ways: the same log-probs come out."""
+@pytest.mark.parametrize("library", ["peft", "transformers"])
+def test_an_adapter_is_the_same_elsewhere(tmp_path, sampled, library):
+    """The folder a run leaves, read by others: the same log-probs come out."""
+    peft = pytest.importorskip("peft")
     wrapper, lora = make_adapted()
     lora.save(tmp_path, "tiny")
     other = make_wrapper()
-    if how == "merged by hand":
-        weights = load_file(tmp_path / "adapter_model.safetensors")
-        assert len(weights) == len(lora.weights)
-        for key in weights:
-            if "lora_A" in key:
-                name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                B = weights[key.replace("lora_A", "lora_B")]
-                other.policy.get_submodule(name).weight.data += 2 * B @ weights[key]
-    if how == "peft":
-        peft = pytest.importorskip("peft")
+    if library == "peft":
         peft.PeftModel.from_pretrained(other.policy, str(tmp_path))  # changes its layers in place
-    if how == "transformers":
-        pytest.importorskip("peft")
+    else:
         other.policy.load_adapter(str(tmp_path))
     assert (score(other, sampled) - score(wrapper, sampled)).abs().max() < 1e-5
 
@@ -574,16 +501,6 @@ def test_positions_are_those_of_transformers(size):
     prompt, _ = model.get_rope_index(ids, grids, torch.tensor([2, 2]), mask)
     image = model._cached_decode_position_ids.movedim(1, 0)[:, :, :-1]  # the last one is for EOS
     assert (mask == 0).any() and torch.equal(position_ids, torch.cat([prompt, image], dim=2))
-
-
-@pytest.mark.parametrize("side, T", [(512, 256 + 256), (1024, 256 + 1024)])
-def test_number_of_tokens_of_the_real_processor(side, T):
-    """The toy's smaller draft is the toy's alone."""
-    pipe = make_tiny_pipeline(0, warmup_steps=0)
-    del pipe.processor._get_target_shape
-    wrapper = grpo.GLMImageWrapper(pipe, make_config(size=(side, side)))
-    ids, mask, position_ids = wrapper.encode(["red"])
-    assert mask.shape[1] == position_ids.shape[2] == ids.shape[1] + T
 
 
 def test_what_a_position_sees():
@@ -617,13 +534,26 @@ def test_prompts_are_encoded_as_the_pipeline_does(wrapper, monkeypatch, prompts)
 # GLM-Image: the sampler, and the trainer's pass over what it drew
 
 
-def test_sampler_and_trainer_agree(wrapper, sampled):
-    """THE test: padded prompts, a grid that is not square, a temperature; the cached steps of the sampler and
-    one teacher-forced pass give the same log-probs."""
-    _, tokens, logprobs = sampled
+@pytest.mark.parametrize("top_p, dtype, bound", [
+    (1.0, torch.float32, 1e-5), (0.6, torch.float32, 1e-5), (1.0, torch.bfloat16, 0.05)])
+def test_sampler_and_trainer_agree(top_p, dtype, bound):
+    """THE test: padded prompts, a grid that is not square, a temperature, a nucleus; the cached steps of the
+    sampler and one teacher-forced pass give the same log-probs, and without the nucleus others."""
+    wrapper = make_wrapper(top_p=top_p)
+    wrapper.policy.to(dtype)
+    tokens, logprobs, allowed = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    prompts = [p for p in PROMPTS for _ in range(3)]
     assert tokens.shape == logprobs.shape == (6, 2 * 1 + 4 * 2)
-    assert tokens.min() >= 0 and tokens.max() < 8
-    assert (score(wrapper, sampled) - logprobs).abs().max() < 1e-5
+    assert tokens.min() >= 0 and tokens.max() < 8 and logprobs.dtype == torch.float32
+    assert allowed.shape == (6, 10, 1) and allowed.dtype == torch.uint8
+    with torch.no_grad():
+        again, entropy = wrapper.compute_logprobs(prompts, tokens, allowed)
+        unmasked, whole = wrapper.compute_logprobs(prompts, tokens)
+        wrapper.temperature = 1.0
+        wrong, _ = wrapper.compute_logprobs(prompts, tokens, allowed)
+    assert (again - logprobs).abs().max() < bound < (wrong - logprobs).abs().max()
+    if top_p < 1:
+        assert (unmasked - logprobs).mean() < -0.1 and (entropy - whole).mean() < -0.1
 
 
 def test_a_naive_pass_does_not_agree(wrapper, sampled):
@@ -697,27 +627,6 @@ def test_sampling_equals_the_plain_way(top_p):
     assert (grpo.unpack_bits(allowed).sum(dim=2) == 8).all() == (top_p == 1)
 
 
-def test_no_row_of_the_masks_is_empty(sampled):
-    """A padded position that sees no key may become NaN on a GPU. So it sees itself, and no token changes: on
-    a CPU, where an empty row gives zeros, the sampler is the same with nothing padded in sight."""
-    wrapper = make_wrapper()
-    _, mask, _ = wrapper.encode(PROMPTS)
-    emptied = []
-
-    def hide_padding(module, args, inputs):
-        visible = inputs["attention_mask"]
-        assert visible.any(dim=-1).all()
-        seen = mask[:, None, None, :visible.shape[-1]].repeat_interleave(len(visible) // len(PROMPTS), dim=0)
-        hidden = visible & seen
-        emptied.append((~hidden.any(dim=-1)).sum().item())
-        return args, inputs | {"attention_mask": hidden}
-
-    wrapper.policy.model.language_model.register_forward_pre_hook(hide_padding, with_kwargs=True)
-    tokens, logprobs, _ = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
-    assert emptied[0] > 0  # in the pass that reads the prompts
-    assert torch.equal(tokens, sampled[1]) and torch.equal(logprobs, sampled[2])
-
-
 @pytest.mark.parametrize("chance, first", [(0.0, True), (1 - 2**-24, False)])
 def test_no_chance_falls_out_of_the_nucleus(monkeypatch, chance, first):
     """A number of exactly 0 would draw code 0, allowed or not, with a log-prob of -inf; one next to 1 a code
@@ -731,49 +640,14 @@ def test_no_chance_falls_out_of_the_nucleus(monkeypatch, chance, first):
     assert (tokens > 0).any()
 
 
-def test_a_seed_is_a_group_and_its_rows_differ(wrapper, sampled):
-    """The stock pipeline re-seeds at each call: a group of equal images, no variance, nothing learned."""
-    _, tokens, _ = sampled
-    assert torch.equal(tokens, wrapper.sample(PROMPTS, 3, seeds=[1, 2])[0])
-    assert len({tuple(row) for row in tokens.tolist()}) == 6
-    other = wrapper.sample(PROMPTS, 3, seeds=[1, 3])[0]
-    assert torch.equal(tokens[:3], other[:3]) and not torch.equal(tokens[3:], other[3:])
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.6])
-def test_samples_follow_the_distribution(top_p):
+def test_samples_follow_the_distribution():
     """4,000 first tokens against their probabilities. Pearson's statistic over 8 codes exceeds 50 by chance
-    once in 10^8; a temperature that is forgotten takes it beyond."""
-    wrapper = make_wrapper(size=(64, 64), temperature=0.5, top_p=top_p)
-    tokens, _, _ = wrapper.sample(["red"], 4000, seeds=[0])
-    ids, _, position_ids = wrapper.encode(["red"])
-    L = ids.shape[1]
-    with torch.no_grad():
-        language_model, lm_head = wrapper.ar_half
-        out = language_model(input_ids=ids, position_ids=position_ids[:, :, :L])  # nothing is padded
-        logits = lm_head(out.last_hidden_state[0, -1])[:8]
-
-    def pearson(temperature):
-        probs, order = (logits / temperature).softmax(dim=0).sort(descending=True)
-        probs[probs.cumsum(dim=0) - probs >= top_p] = 1e-9
-        expected = 4000 * probs / probs.sum()
-        return ((tokens[:, 0].bincount(minlength=8)[order] - expected).square() / expected).sum()
-
-    assert pearson(0.5) < 50 < pearson(1.0)
-
-
-def test_truncated_sampling_is_scored_under_its_own_masks():
-    """Sampler = trainer to 1e-5, every token allowed; scored by the whole softmax it is another number."""
-    wrapper = make_wrapper(top_p=0.6)
-    tokens, logprobs, allowed = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
-    prompts = [p for p in PROMPTS for _ in range(3)]
-    assert allowed.shape == (6, 10, 1) and allowed.dtype == torch.uint8
-    with torch.no_grad():
-        again, entropy = wrapper.compute_logprobs(prompts, tokens, allowed)
-        unmasked, whole = wrapper.compute_logprobs(prompts, tokens)
-    assert (again - logprobs).abs().max() < 1e-5
-    assert grpo.unpack_bits(allowed).gather(2, tokens[:, :, None]).all()
-    assert (unmasked - logprobs).mean() < -0.1 and (entropy - whole).mean() < -0.1
+    once in 10^8."""
+    tokens, logprobs, _ = make_wrapper(size=(64, 64), temperature=0.5).sample(["red"], 4000, seeds=[0])
+    counts = tokens[:, 0].bincount(minlength=8)
+    expected = torch.zeros(8).scatter(0, tokens[:, 0], 4000 * logprobs[:, 0].exp())
+    assert expected.sum() == pytest.approx(4000, rel=1e-3)
+    assert ((counts - expected).square() / expected.clamp(min=1e-9)).sum() < 50
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
@@ -805,38 +679,13 @@ def test_the_head_sees_image_positions_only(wrapper, sampled):
     assert shapes == [(6, 10), (2, 1)] + [(6, 1)] * 10  # a prompt is read once for its group
 
 
-def test_bf16_leaves_a_small_gap_between_sampler_and_trainer():
-    """About 0.01, or none, as the shapes have it. The bound is the one that the README calls healthy; a
-    temperature that only one of them knows is beyond it."""
-    wrapper = make_wrapper(size=(128, 128), temperature=None)
-    wrapper.policy.to(torch.bfloat16)
-    prompts = [p for p in PROMPTS for _ in range(8)]
-    tokens, logprobs, _ = wrapper.sample(PROMPTS, 8, seeds=[1, 2])
-    gap = (score(wrapper, (prompts, tokens, None)) - logprobs).abs().max()
-    wrapper.temperature = 0.9
-    wrong = (score(wrapper, (prompts, tokens, None)) - logprobs).abs().max()
-    assert logprobs.dtype == torch.float32 and gap < 0.05 < wrong
-
-
 # ------------------------------------------------------------------------------------------------------------
 # GLM-Image: from tokens to pictures
-
-
-def test_images_come_from_the_large_tokens_and_the_noise_of_the_group(wrapper, sampled):
-    """Same tokens, same group: same image. The draft is not painted; another seed is another noise."""
-    _, tokens, _ = sampled
-    same = tokens[:1].repeat(4, 1)
-    same[1, :2] = (same[1, :2] + 1) % 8  # another draft
-    a, b, c, d = [image.tobytes() for image in wrapper.decode(PROMPTS, same, seeds=[1, 2])]
-    assert a == b and c == d and a != c
-    same[1, 2:] = (same[1, 2:] + 1) % 8  # another large grid
-    assert wrapper.decode(PROMPTS, same, seeds=[1, 2])[1].tobytes() != a
 
 
 def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
     """But for the rounding of other batch sizes, a grey level; the text encoder is asked once a group. The
     VAE works image by image at any size: four at once take 9 GiB more at 1024 x 1024."""
-    _, tokens, _ = sampled
     pictures = []
     read = []
     sizes = []
@@ -847,45 +696,32 @@ def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
         wrapper.pipe.transformer.register_forward_pre_hook(
             lambda module, args, inputs: sizes.append(len(inputs["hidden_states"])), with_kwargs=True)
         wrapper.pipe.vae.decoder.register_forward_pre_hook(lambda _, args: painted.append(len(args[0])))
-        pictures.append(grpo.pil_to_tensor(wrapper.decode(PROMPTS, tokens, [1, 2])))
+        pictures.append(grpo.pil_to_tensor(wrapper.decode(PROMPTS, sampled[1], [1, 2])))
     assert sizes == [1] * 12 + [2, 2, 1, 1] * 2 + [3] * 4  # two denoising steps each
     assert len(read) == 3 * 2
     assert painted == [1] * 3 * 6
     assert all((picture - pictures[0]).abs().max() < 1.5 / 255 for picture in pictures)
-    assert (pictures[0][0] - pictures[0][1]).abs().max() > 3 / 255
 
 
-def test_painting_is_that_of_the_stock_pipeline(sampled):
-    """Given tokens and noise, an untouched `GlmImagePipeline` draws the same pictures, with guidance and
-    without, one by one, although we make the angles of the DiT once, and not, on the CPU, at every call."""
-    _, tokens, _ = sampled
+@pytest.mark.parametrize("guidance", [4.0, 1.0])
+def test_painting_is_that_of_the_stock_pipeline(sampled, guidance):
+    """Given the large tokens and the noise of the group, an untouched `GlmImagePipeline` draws the same
+    pictures, one by one, although we make the angles of the DiT once, and not, on the CPU, at every call."""
     prompts = ['a red fox on a wall that says "CLOSED TODAY"', 'a yellow "!"']
+    rows = sampled[1][[0, 1, 3, 4]]  # two groups of two
     stock = make_tiny_pipeline(0, warmup_steps=0)
     del stock.transformer.forward  # the class's own, without our angles
-    pictures = set()
-    for guidance in (4.0, 1.0):
-        ours = make_wrapper(guidance=guidance, decode_steps=3)
-        ours.pipe.transformer.rope.forward = mock.Mock(side_effect=AssertionError("angles are made again"))
-        images = ours.decode(prompts, tokens[[0, 3]], seeds=[7, 8])
-        for i in range(2):
-            codes = stock._upsample_token_ids(tokens[3 * i, 2:], 4, 2)
-            shape = 1, stock.transformer.config.in_channels, 16, 8
-            noise = torch.randn(shape, generator=torch.Generator().manual_seed(7 + i))
-            expected = stock(
-                prompts[i], prior_token_ids=codes, latents=noise, height=128, width=64,
-                num_inference_steps=3, guidance_scale=guidance).images[0]
-            assert images[i].size == (64, 128) and images[i].tobytes() == expected.tobytes()
-        images += ours.decode(["no quotes"], tokens[:1], seeds=[7])
-        pictures |= {image.tobytes() for image in images}
-    assert len(pictures) == 6  # prompts and guidance show
-
-
-def test_generate_with_tracking(wrapper, sampled):
-    """The way in for other programs: pictures, and what the sampler gave."""
-    images, tokens, logprobs, allowed = wrapper.generate_with_tracking(PROMPTS, 3, seeds=[1, 2])
-    assert torch.equal(tokens, sampled[1]) and torch.equal(logprobs, sampled[2])
-    assert allowed.shape == (6, 10, 1) and (allowed == 255).all()
-    assert images == wrapper.decode(PROMPTS, tokens, seeds=[1, 2])
+    ours = make_wrapper(guidance=guidance, decode_steps=3, micro_batch_size=1)
+    ours.pipe.transformer.rope.forward = mock.Mock(side_effect=AssertionError("angles are made again"))
+    images = ours.decode(prompts, rows, seeds=[7, 8])
+    for i, (image, tokens) in enumerate(zip(images, rows)):
+        shape = 1, stock.transformer.config.in_channels, 16, 8
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(7 + i // 2))
+        expected = stock(
+            prompts[i // 2], prior_token_ids=stock._upsample_token_ids(tokens[2:], 4, 2), latents=noise,
+            height=128, width=64, num_inference_steps=3, guidance_scale=guidance).images[0]
+        assert image.size == (64, 128) and image.tobytes() == expected.tobytes()
+    assert len({image.tobytes() for image in images + ours.decode(["a fox"], rows[:1], [7])}) == 5
 
 
 def test_a_saved_pipeline_is_the_same_policy(tmp_path, wrapper, sampled, monkeypatch):
@@ -991,20 +827,6 @@ def test_weights_wait_in_pinned_memory_and_only_there(monkeypatch):
     wrapper = grpo.GLMImageWrapper(pipe, make_config(offload="on"), device="cuda")
     places = [tensor.data_ptr() for tensor in tensors_of(wrapper.ar_half, wrapper.dit_half)]
     assert len(places) > 100 and sorted(places) == sorted(pinned)
-
-
-def test_the_real_model_fits_by_phase():
-    """Counted on the meta device at the real sizes: what a half takes, in GiB of bf16, leaves room on a card
-    of 24 GB; the whole does not. And the vision tower is in neither."""
-    pipe = make_real("meta")
-    wrapper = grpo.GLMImageWrapper(pipe, make_config(temperature=None), device="meta")
-    gib = [sum(weight.nbytes for weight in part.parameters()) / 2**30
-           for part in (wrapper.ar_half, wrapper.dit_half, wrapper.policy.model.visual)]
-    assert gib == pytest.approx([16.6, 14.1, 2.2], abs=0.1)
-    assert {weight.dtype for weight in wrapper.policy.parameters()} == {torch.bfloat16}
-    lora = grpo.LoRA(wrapper.policy, wrapper.TARGETS, 32, "meta")
-    assert sum(weight.numel() for weight in lora.weights.values()) == pytest.approx(95e6, rel=0.01)
-    assert (wrapper.temperature, wrapper.top_p, wrapper.codebook_size) == (0.9, 0.75, 16384)
 
 
 def test_activations_are_recomputed_not_kept(sampled):
