@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import types
 import warnings
@@ -407,8 +406,7 @@ def test_lora_starts_as_the_identity_and_switches_off_exactly(wrapper, sampled):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_adapters_train(sampled, dtype):
-    """Six projections a layer, A and B each, in the language model alone; all else is frozen and still. They
-    are fp32 also on a model of bf16, where a step of 5e-5 on a weight of 0.02 changes nothing."""
+    """All else is frozen; they are fp32 also in bf16, where 0.02 plus a step of 5e-5 is 0.02."""
     wrapper, lora = make_adapted(dtype)
     wrapper.compute_logprobs(*sampled[:2])[0].sum().backward()
     six = "self_attn.q self_attn.k self_attn.v self_attn.o mlp.gate_up mlp.down".split()
@@ -427,20 +425,6 @@ def test_a_model_whose_layers_have_other_names_is_refused():
     """Another model and the old TARGETS: torch would say that the optimizer got an empty parameter list."""
     with pytest.raises(ValueError, match="elsewhere"):
         grpo.LoRA(torch.nn.Linear(2, 2), "elsewhere", rank=1)
-
-
-@pytest.mark.parametrize("library", ["peft", "transformers"])
-def test_an_adapter_is_the_same_elsewhere(tmp_path, sampled, library):
-    """The folder a run leaves, read by others: the same log-probs come out."""
-    peft = pytest.importorskip("peft")
-    wrapper, lora = make_adapted()
-    lora.save(tmp_path, "tiny")
-    other = make_wrapper()
-    if library == "peft":
-        peft.PeftModel.from_pretrained(other.policy, str(tmp_path))  # changes its layers in place
-    else:
-        other.policy.load_adapter(str(tmp_path))
-    assert (score(other, sampled) - score(wrapper, sampled)).abs().max() < 1e-5
 
 
 # --- GLM-Image: what the model reads ------------------------------------------------------------------------
@@ -497,8 +481,8 @@ def test_prompts_are_encoded_as_the_pipeline_does(wrapper, monkeypatch, prompts)
 @pytest.mark.parametrize("top_p, dtype, bound", [
     (1.0, torch.float32, 1e-5), (0.6, torch.float32, 1e-5), (1.0, torch.bfloat16, 0.05)])
 def test_sampler_and_trainer_agree(top_p, dtype, bound):
-    """THE test: padded prompts, a grid that is not square, a temperature, a nucleus; the cached steps of the
-    sampler and one teacher-forced pass give the same log-probs, and without the nucleus others."""
+    """THE test: padded prompts, a grid that is not square, a temperature, a nucleus; cached steps and one
+    teacher-forced pass give the same log-probs, and without the nucleus others."""
     wrapper = make_wrapper(top_p=top_p)
     wrapper.policy.to(dtype)
     tokens, logprobs, allowed = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
@@ -598,8 +582,7 @@ def test_the_head_sees_image_positions_only(wrapper, sampled):
 
 # --- GLM-Image: from tokens to pictures ---------------------------------------------------------------------
 def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
-    """But for the rounding of other batch sizes, a grey level; the text encoder is asked once a group. The
-    VAE works image by image at any size: four at once take 9 GiB more at 1024 x 1024."""
+    """But for rounding, a grey level. The VAE works image by image: four at once take 9 GiB more at 1024."""
     pictures = []
     read = []
     sizes = []
@@ -638,16 +621,14 @@ def test_painting_is_that_of_the_stock_pipeline(sampled, guidance):
     assert len({image.tobytes() for image in images + ours.decode(["a fox"], rows[:1], [7])}) == 5
 
 
-@pytest.mark.parametrize("settings, expected", [
-    (dict(temperature=None), (0.9, 0.75)), (dict(temperature=0.5, top_p=1.0), (0.5, 1.0))])
-def test_temperature_and_top_p_are_the_models_own_unless_given(settings, expected):
+def test_temperature_and_top_p_are_the_models_own_unless_given():
     """Other log-probs than those that the stock pipeline samples by would train another model."""
     pipe = QUICK(0)
     pipe.vision_language_encoder.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
-    wrapper = grpo.GLMImageWrapper(pipe, make_config(**settings))
-    assert (wrapper.temperature, wrapper.top_p) == expected
-    plain = make_wrapper(temperature=None)
-    assert (plain.temperature, plain.top_p) == (1.0, 1.0)
+    own = grpo.GLMImageWrapper(pipe, make_config(temperature=None))
+    given = grpo.GLMImageWrapper(pipe, make_config(temperature=0.5, top_p=1.0))
+    assert (own.temperature, own.top_p) == (0.9, 0.75)
+    assert (given.temperature, given.top_p) == (0.5, 1.0)
 
 
 # --- Memory: what lies where, and what is kept for the backward pass ----------------------------------------
@@ -695,11 +676,9 @@ def test_weights_come_to_the_device_and_are_forgotten_there():
     with pytest.raises(ZeroDivisionError), grpo.on_device(half, torch.float64):
         there = [tensor.data_ptr() for tensor in tensors]
         assert {tensor.dtype for tensor in tensors} == {torch.float64}
-        with grpo.on_device(half, torch.float64):  # they are there already: no copy of them
-            assert [tensor.data_ptr() for tensor in tensors] == there
-        assert [tensor.data_ptr() for tensor in tensors] == there
+        with grpo.on_device(half, torch.float64):
+            assert [tensor.data_ptr() for tensor in tensors] == there  # already: no copy of them
         1 / 0
-    assert {tensor.dtype for tensor in tensors} == {torch.float32}
     assert [tensor.data_ptr() for tensor in tensors] == homes
 
 
@@ -1019,8 +998,7 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, pa
 
 
 def test_gradients_that_are_no_numbers(tmp_path):
-    """One NaN would be in every weight and in Adam's memory, and a fine update after it would hide it in the
-    log. A run that skips all updates would go on for days; and its last state must be kept."""
+    """One NaN would be in every weight and in Adam's memory; and a run that skips all updates would go on."""
     trainer = make_trainer(tmp_path / "run", steps=9, save_every=99, num_iterations=2)
     bad = [0, 1, 1, 0, 1, 1, 1]  # of these steps the first of two updates; an update has two micro-batches
     calls = []
@@ -1146,23 +1124,18 @@ def draw(batch_size, steps, world_size=1, seed=0):
     return turns
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 7])
-def test_every_prompt_gets_its_turn(batch_size):
-    """Drawn anew each time, or anew each step, some of three prompts would come often and others never."""
-    places, seeds = zip(*draw(batch_size, range(1, 13)))
-    laps = [places[i:i + 3] for i in range(0, len(places) - 2, 3)]
-    assert all(sorted(lap) == [0, 1, 2] for lap in laps) and len(set(laps)) > 1
-    assert len(set(seeds)) == len(seeds)
-
-
 def test_what_a_step_draws_depends_on_seed_and_step_alone():
-    """Else --resume, or another number of GPUs, would give another run; and --seed 1 must not be --seed 0."""
-    whole = draw(6, range(1, 9))
-    assert draw(6, [5]) == whole[24:30]
-    for world_size in (2, 3):
+    """Else --resume, or another number of GPUs, would give another run; and each of three prompts comes once
+    before any comes again."""
+    for batch_size in (1, 2, 5, 6):
+        places, seeds = zip(*draw(batch_size, range(1, 13)))
+        laps = [places[i:i + 3] for i in range(0, len(places) - 2, 3)]
+        assert all(sorted(lap) == [0, 1, 2] for lap in laps) and len(set(laps)) > 1
+        assert len(set(seeds)) == len(seeds)
+    whole = draw(6, range(1, 13))
+    for world_size in (1, 2, 3):
         assert sorted(draw(6, [5], world_size)) == sorted(whole[24:30])
-    places, seeds = zip(*whole)
-    other_places, other_seeds = zip(*draw(6, range(1, 9), seed=1))
+    other_places, other_seeds = zip(*draw(6, range(1, 13), seed=1))
     assert places != other_places and places[3:] != other_places[:-3]  # nor seed 0, a lap later
     assert not set(seeds) & set(other_seeds)
 
@@ -1563,10 +1536,9 @@ def wait_in_step_two():
     rollout = grpo.GRPOTrainer.rollout
 
     def waits(trainer, step):
-        for _ in range(10_000):
-            if step == 2 and not Path("go").exists():
-                Path("waiting").touch()
-                time.sleep(0.01)
+        if step == 2:
+            Path("waiting").touch()
+            time.sleep(300)
         return rollout(trainer, step)
 
     grpo.GRPOTrainer.rollout = waits
@@ -1575,45 +1547,32 @@ def wait_in_step_two():
 def test_a_folder_has_one_run_at_a_time(tmp_path, command, monkeypatch):
     """Of two runs in one folder all but one were lost. A run that was killed must not lock its folder."""
     flags = [*SMALL, "--steps", "3", "--save-every", "1"]
-    for argv in ([*flags, "--out", "run"], ["--resume", "run"]):
-        process = start(tmp_path, *argv, before=wait_in_step_two)
-        while process.is_alive() and not (tmp_path / "waiting").exists():
-            time.sleep(0.01)
-        before = state_of(tmp_path / "run")
-        assert_refused(command("--resume", "run"), "")
-        assert process.is_alive() and state_of(tmp_path / "run") == before
-        if argv[0] != "--resume":
-            process.kill()
-            assert end(process) == -signal.SIGKILL
-        (tmp_path / "waiting").unlink()
-    (tmp_path / "go").touch()
-    assert end(process) == 0
-    assert command("--resume", "run", "--steps", "4")[0] == 0
-    assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 3, 4]
+    process = start(tmp_path, *flags, "--out", "run", before=wait_in_step_two)
+    while process.is_alive() and not (tmp_path / "waiting").exists():
+        time.sleep(0.01)
+    before = state_of(tmp_path / "run")
+    assert_refused(command("--resume", "run"), "")
+    assert process.is_alive() and state_of(tmp_path / "run") == before
+    process.kill()
+    assert end(process) == -signal.SIGKILL
+    assert command("--resume", "run")[0] == 0
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 3]
     monkeypatch.setattr(time, "strftime", lambda text: "runs/now")
     codes = [command(*SMALL, "--steps", "1")[0] for _ in range(2)]  # begun in the same second
     assert codes == [0, 2]
 
 
-def pipe_into_head():
-    read, write = os.pipe()
-    os.dup2(write, 1)
-    os.close(write)
-
-    def head():
-        with open(read) as pipe:
-            while not pipe.readline().startswith("step 1 "):
-                pass
-
-    threading.Thread(target=head, daemon=True).start()
-
-
-def test_a_closed_stdout_loses_no_step(tmp_path):
+def test_a_closed_stdout_loses_no_step(tmp_path, command, monkeypatch):
     """`python grpo.py | head -1` lost all steps since the last save: ten, or hours."""
-    argv = [*SMALL, "--steps", "9", "--save-every", "99", "--out", "run"]
-    end(start(tmp_path, *argv, before=pipe_into_head))
-    steps = [row["step"] for row in rows_of(tmp_path / "run")]
-    assert len(steps) > 1 and step_of(tmp_path / "run") == steps[-1]
+    class Head(io.StringIO):
+        def write(self, text):
+            if "step 1 " in self.getvalue():
+                raise BrokenPipeError
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stdout", Head())
+    command(*SMALL, "--steps", "3", "--save-every", "99", "--out", "run")
+    assert step_of(tmp_path / "run") == 3
 
 
 def test_the_second_signal_stops_at_once(tmp_path):
@@ -1767,8 +1726,9 @@ WRONG = """--group-size 1, --group-size four, --size 0, --size -64, --size 64x, 
 BAD = [*((typed.strip(), typed.split()[0]) for typed in WRONG), *[  # what is typed, and a word of the answer
     ("--size 100", "multiples of 32"), ("--prompts missing.txt", "missing.txt"), ("--prompts .", "directory"),
     ("--prompts comments.txt", "no prompt"), ("--prompts latin1.txt", "utf-8"),
-    ("--prompts long.txt", "too long"), ("--prompts token.txt", "<image>"), ("--prompts other_token.txt", "<|image|>"),
-    ("--prompts lost.txt", "lost.png"), ("--prompts text.txt", "image"), ("--reward beauty", "color, mse"),
+    ("--prompts long.txt", "too long"), ("--prompts token.txt", "<image>"),
+    ("--prompts other_token.txt", "<|image|>"), ("--prompts lost.txt", "lost.png"),
+    ("--prompts text.txt", "image"), ("--reward beauty", "color, mse"),
     ("--reward color=much", "much"), ("--reward color=nan", "nan"), ("--reward color=1,color=2", "twice"),
     ("--reward color,", "unknown"), ("--reward mine.py:sharp,mine.py:sharp=2", "twice"),
     ("--reward nowhere.py:sharp", "nowhere.py"), ("--reward mine.py", "mine.py"), ("--reward mse", "target"),
@@ -1913,11 +1873,12 @@ def test_settings_reach_the_wrapper(command, monkeypatch):
 
 # --- The painter: flow.py of the README ---------------------------------------------------------------------
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # of @pytest.mark.readme
+FROM_README = [pytest.param("README.md", marks=pytest.mark.readme)]  # for a fixture: marks what uses it
 PAINT = dict(kl_coef=0.0, decode_steps=8)
 WRAPPER = grpo.GLMImageWrapper
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=FROM_README)
 def flow(tmp_path_factory):
     """flow.py as the README's own command writes it."""
     path = tmp_path_factory.mktemp("flow") / "flow.py"
@@ -1950,7 +1911,6 @@ def make_painting(flow, out, **settings):
     return trainer
 
 
-@pytest.mark.readme
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 def test_painter_at_level_0_is_the_stock_pipeline(flow, monkeypatch, guidance):
     """Other sigmas, times, conditions or noise than the pipeline's would train what nobody uses."""
@@ -1976,11 +1936,10 @@ def test_painter_at_level_0_is_the_stock_pipeline(flow, monkeypatch, guidance):
     assert (pictures[::2] - kept).abs().max() < 1.5 / 255
 
 
-@pytest.mark.readme
 @pytest.mark.parametrize("sigma", [0.9, 0.5, 0.1])
 def test_noise_and_drift_make_up_for_each_other(flow, sigma):
-    """A wrong sign or factor lets the latents leave the distribution that the DiT knows. Of one image only, 3,
-    all is known: latents at sigma are 3 (1 - sigma) + sigma noise, the velocity is noise - 3."""
+    """A wrong sign or factor lets latents leave the distribution that the DiT knows. Of one image, 3, all is
+    known: latents at sigma are 3 (1 - sigma) + sigma noise, the velocity is noise - 3."""
     next_sigma = sigma - 1e-4
     noise = torch.tensor([0.0, 1.0], dtype=torch.float64)
     mean, std = flow.denoise(3 * (1 - sigma) + sigma * noise, noise - 3, sigma, next_sigma, 0.7)
@@ -1990,7 +1949,6 @@ def test_noise_and_drift_make_up_for_each_other(flow, sigma):
     assert std**2 > 1e-6  # or there is no noise to make up for
 
 
-@pytest.mark.readme
 def test_what_a_group_of_paintings_shares(flow):
     """Rewards must differ by the painting alone; all comes from the seed of the group, not from its batch."""
     painter = make_painter(flow)
@@ -2006,7 +1964,6 @@ def test_what_a_group_of_paintings_shares(flow):
         assert torch.allclose(one, other[6:], atol=1e-5)
 
 
-@pytest.mark.readme
 def test_painter_works_where_its_weights_are(flow, monkeypatch):
     """Weights are NaN but in their own phase, and must not show in latents, pictures or log-probs."""
     results = []
@@ -2022,7 +1979,6 @@ def test_painter_works_where_its_weights_are(flow, monkeypatch):
     assert all(torch.equal(off, on) for off, on in zip(*results))
 
 
-@pytest.mark.readme
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 def test_painter_and_trainer_agree_exactly(flow, tmp_path, guidance):
     """The same steps, scored by another pass, schedule or level, would start off ratio 1."""
@@ -2039,7 +1995,6 @@ def test_painter_and_trainer_agree_exactly(flow, tmp_path, guidance):
     assert metrics["grad_norm"] > 0
 
 
-@pytest.mark.readme
 def test_gradient_of_the_painter(flow, tmp_path):
     """It must not depend on the micro-batch, and must reach all of the DiT's adapter, and nothing else."""
     trainer = make_painting(flow, tmp_path)
@@ -2061,7 +2016,6 @@ def test_gradient_of_the_painter(flow, tmp_path):
         assert all(weight.grad is None for weight in part.parameters())
 
 
-@pytest.mark.readme
 def test_adapters_of_both_halves_elsewhere(flow, tmp_path, monkeypatch):
     """The README's way into the stock pipeline must give the painter that was trained, and draw."""
     pytest.importorskip("peft")
@@ -2085,7 +2039,6 @@ def test_adapters_of_both_halves_elsewhere(flow, tmp_path, monkeypatch):
     assert Image.open("fox.png").size == (64, 64)
 
 
-@pytest.mark.readme
 def test_painter_begins_with_the_adapter_of_the_other_half(flow, tmp_path, monkeypatch):
     """Both in turn: were it not loaded, the painter would be trained on drawings of the base model."""
     pytest.importorskip("peft")
@@ -2100,7 +2053,6 @@ def test_painter_begins_with_the_adapter_of_the_other_half(flow, tmp_path, monke
     assert not torch.equal(drawn, make_wrapper().sample(PROMPTS, 3, [1, 2])[0])
 
 
-@pytest.mark.readme
 @pytest.mark.parametrize("typed, word", [
     ("--kl-coef 0.01", "--kl-coef"), ("--micro-batch-size 4 --group-size 6", "--micro-batch-size"),
     ("--decode-steps 1", "--decode-steps")])
@@ -2116,7 +2068,6 @@ def become_a_painter():
     grpo.GLMImageWrapper = load_module(readme_code("flow.py"), "flow").Painter
 
 
-@pytest.mark.readme
 def test_painter_in_two_processes_and_resumed(flow, tmp_path, command, monkeypatch):
     """`python flow.py` is the same after a stop: all chance is in the seeds, all state is saved."""
     argv = [*SMALL, *"--decode-steps 6 --kl-coef 0 --lr 1e-2 --num-iterations 2 --save-every 1".split()]
@@ -2139,7 +2090,6 @@ def test_painter_in_two_processes_and_resumed(flow, tmp_path, command, monkeypat
     assert all("attn1" in name and weight.any() for name, weight in adapter.items())
 
 
-@pytest.mark.readme
 def test_painter_learns(flow, tmp_path):
     """A sign that is wrong in the log-prob or the step would make the pictures darker."""
     config = make_config(kl_coef=0.0, decode_steps=4, out=str(tmp_path / "run"), steps=15, size=(64, 64),
@@ -2184,13 +2134,12 @@ def run_use(name):
     return load_module(code, name)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=FROM_README)
 def gallery():
     """my_rewards.py of the README."""
     return load_module(readme_code("my_rewards.py"), "my_rewards")
 
 
-@pytest.mark.readme
 def test_clip_and_aesthetic_by_hand(gallery, monkeypatch, tmp_path):
     """A softmax, a logit scale, another prompt's padding, or layers in another order would show."""
     torch.manual_seed(0)
@@ -2228,7 +2177,6 @@ READ = [  # prompt, what is read in the picture, score
     ("nothing to draw", "whatever", None)]
 
 
-@pytest.mark.readme
 @pytest.mark.parametrize("prompt, text, score", READ)
 def test_ocr_scores_what_is_read(gallery, monkeypatch, prompt, text, score):
     """Case, white space and Unicode forms must not count; words that miss, are too many or misplaced must."""
@@ -2242,7 +2190,6 @@ def test_ocr_scores_what_is_read(gallery, monkeypatch, prompt, text, score):
         assert reader.decode.call_args.args[0].tolist() == [3, 4, 5, 6, 7, 8]  # without the question
 
 
-@pytest.mark.readme
 def test_ssim_lpips_and_jpeg_by_hand(gallery, monkeypatch):
     """SSIM window by window; LPIPS with a stand-in for its package, and without it a word what to install."""
     rng = np.random.default_rng(0)
@@ -2412,11 +2359,8 @@ def test_links_and_numbers_of_the_readme():
     links = re.findall(r"\[`([\w.]+)`\]\(grpo\.py#L(\d+)\)", README)
     assert len(links) == README.count("grpo.py#L") > 0
     for name, number in links:
-        scope, _, last = name.rpartition(".")
-        above = lines[:int(number)]
-        assert re.match(rf"\s*(def|class) {last}\b", above[-1]), f"{name} is not at line {number}"
-        classes = [line for line in above if line.startswith("class ")]
-        assert not scope or classes[-1].startswith(f"class {scope}"), f"{name} is not at line {number}"
+        last = name.split(".")[-1]
+        assert re.match(rf"\s*(def|class) {last}\b", lines[int(number) - 1]), f"{name} is not there"
     headings = re.findall(r"^#+ (.*)", README, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= anchors
