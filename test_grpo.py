@@ -1,36 +1,12 @@
 """Tests of grpo.py: identities, mostly, on a toy of random weights. `pytest -q`: no network, no GPU."""
-import contextlib
-import copy
-import dataclasses
-import functools
-import inspect
-import io
-import json
-import math
-import multiprocessing
-import os
-import random
-import re
-import shutil
-import signal
-import socket
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-import types
-import warnings
-import weakref
+import contextlib, copy, dataclasses, functools, inspect, io, json, math, multiprocessing, os, random
+import re, shutil, signal, socket, statistics, subprocess, sys, tempfile, time, types, warnings, weakref
 from pathlib import Path
 from unittest import mock
 
-import diffusers
+import diffusers, pytest, torch, transformers
 import numpy as np
-import pytest
-import torch
 import torch.nn.functional as F
-import transformers
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,17 +20,14 @@ PROMPTS = ["a red fox on a wall", "yellow"]  # of different length, so that one 
 make_tiny_pipeline = grpo.make_tiny_pipeline  # before tests put the quick one in its place
 QUICK = functools.partial(make_tiny_pipeline, warmup_steps=0)  # the toy with random weights
 
-
 def make_config(**settings):
     """64 wide and 128 high is not square: a draft of 2 x 1 and a large grid of 4 x 2 tokens."""
     settings = {"size": (64, 128), "temperature": 0.9, "batch_size": 2, "steps": 4, **settings}
     return grpo.Config(**{**grpo.TINY, **settings})
 
-
 def make_wrapper(**settings):
     """A fresh toy of random weights."""
     return grpo.GLMImageWrapper(QUICK(0), make_config(**settings))
-
 
 def make_trainer(out, **settings):
     """A trainer of the random toy: 2 prompts x 4 images of 64 x 128 a step; `train` is the first to write."""
@@ -63,7 +36,6 @@ def make_trainer(out, **settings):
     targets = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
     return grpo.GRPOTrainer(wrapper.config, wrapper, prompts, targets=targets)
 
-
 def make_rollout(trainer, step=1):
     """What `train` hands to `train_step`."""
     rollout, _ = trainer.rollout(step)
@@ -71,25 +43,21 @@ def make_rollout(trainer, step=1):
         rollout["rewards"], trainer.config.group_size, trainer.config.scale_rewards)
     return rollout
 
-
 def perturb(lora):
     """Adapters that do something: B starts at 0."""
     torch.manual_seed(5)
     for weight in lora.weights.values():
         weight.data.add_(0.1 * torch.randn_like(weight))
 
-
 @pytest.fixture(scope="session")
 def wrapper():
     return make_wrapper()
-
 
 @pytest.fixture(scope="session")
 def sampled(wrapper):
     """Two groups of three samples: prompts of the six rows, tokens, log-probs."""
     tokens, logprobs, _ = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
     return [p for p in PROMPTS for _ in range(3)], tokens, logprobs
-
 
 def make_adapted(dtype=torch.float32, **settings):
     """A fresh toy and adapters that do something."""
@@ -99,7 +67,6 @@ def make_adapted(dtype=torch.float32, **settings):
     lora = grpo.LoRA(wrapper.policy, wrapper.TARGETS, rank=4)
     perturb(lora)
     return wrapper, lora
-
 
 def make_real(device):
     """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the toy's words,
@@ -130,18 +97,15 @@ def make_real(device):
     del toy.processor._get_target_shape
     return diffusers.GlmImagePipeline(toy.tokenizer, toy.processor, t5, ar, vae, dit, toy.scheduler)
 
-
 def tensors_of(*modules):
     """Parameters and buffers."""
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-
 
 def score(wrapper, sampled):
     """Log-probs of the trainer's pass, without a gradient."""
     prompts, tokens, _ = sampled
     with torch.no_grad():
         return wrapper.compute_logprobs(prompts, tokens)[0]
-
 
 # --- The maths ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -154,7 +118,6 @@ def test_advantages_by_hand(scale):
     assert got[:2].tolist() == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in by_hand[:2]]
     assert not got[2:].any()
 
-
 @pytest.mark.parametrize("rewards, group_size, scale", [
     ([1.0, 2.0], 1, "group"), ([1.0, 2.0, 3.0], 2, "group"), ([1.0, math.nan], 2, "group"),
     ([1.0, math.inf], 2, "none"), ([1.0, 2.0], 2, "std")])
@@ -162,7 +125,6 @@ def test_advantages_refuse_what_makes_no_groups(rewards, group_size, scale):
     """NaN would spread through the gradient to every weight; a typo must not silently mean "none"."""
     with pytest.raises(ValueError):
         grpo.compute_advantages(rewards, group_size, scale)
-
 
 @pytest.mark.parametrize("ratio, advantage, high, surrogate, moves", [
     (1.5, 1.0, None, 1.2, False),  # better and already much likelier: clipped, no gradient
@@ -181,7 +143,6 @@ def test_the_clip_by_hand(ratio, advantage, high, surrogate, moves):
     expected = dict(loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, ratio_max=ratio)
     assert metrics == pytest.approx({**expected, "clip_frac": float(not moves)})  # and no KL
 
-
 @pytest.mark.parametrize("delta, kl", [
     (0.0, 0.0), (1.0, math.e - 2), (-2.0, math.exp(-2) + 1), (-1000.0, 999.0),
     (1e-5, 5e-11), (-1e-5, 5e-11),  # exp(delta) - delta - 1 rounds to 0, or to a thousand times as much
@@ -198,7 +159,6 @@ def test_k3_by_hand_and_at_the_extremes(delta, kl):
     slope = 1 - math.exp(delta) if delta < 20 else 0
     assert new.grad.item() == pytest.approx(0.5 * slope, rel=0.01)
 
-
 def test_gspo_is_the_ratio_of_the_mean():
     """One ratio a sequence: tokens that moved by +1 and -1 cancel, where token ratios would be clipped."""
     new = torch.tensor([[1.0, -1.0], [0.3, 0.1]])
@@ -206,7 +166,6 @@ def test_gspo_is_the_ratio_of_the_mean():
         new, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), importance="sequence")
     assert loss.item() == pytest.approx(-(1 - math.exp(0.2)) / 2)
     assert metrics["ratio_max"] == pytest.approx(math.exp(0.2))
-
 
 def test_a_log_prob_per_sequence_is_a_row_of_one_token():
     """Guards the broadcasting of advantages: [N] against [N, T] would silently give [N, N] when N = T."""
@@ -220,7 +179,6 @@ def test_a_log_prob_per_sequence_is_a_row_of_one_token():
         losses.append(loss.item())
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
-
 def test_gradient_at_the_old_policy_is_reinforce():
     """Why a loss of 0 still learns; and only `new` carries a gradient."""
     new = torch.randn(6, 5, requires_grad=True)
@@ -232,7 +190,6 @@ def test_gradient_at_the_old_policy_is_reinforce():
     assert abs(loss.item()) < 1e-6
     assert torch.allclose(ours, by_hand, atol=1e-7) and ours.abs().sum() > 0
     assert others == [None, None]
-
 
 @pytest.mark.parametrize("top_p", [0.3, 0.75, 1.0])
 def test_the_nucleus_is_the_smallest_set_that_holds_its_mass(top_p):
@@ -248,7 +205,6 @@ def test_the_nucleus_is_the_smallest_set_that_holds_its_mass(top_p):
     assert packed.shape == (100, 4) and packed.dtype == torch.uint8
     assert torch.equal(grpo.unpack_bits(packed), inside)
 
-
 # --- Rewards ------------------------------------------------------------------------------------------------
 def test_pictures_survive_the_round_trip():
     """Every 8-bit value, exactly: 0.999 * 255 truncated instead of rounded loses one."""
@@ -258,7 +214,6 @@ def test_pictures_survive_the_round_trip():
     assert tensor.shape == (2, 3, 2, 256) and tensor.min() == 0 and tensor.max() == 1
     assert [i.tobytes() for i in grpo.tensor_to_pil(tensor)] == [i.tobytes() for i in images]
     assert grpo.pil_to_tensor([Image.new("RGBA", (4, 2), "red")]).shape == (1, 3, 2, 4)
-
 
 @pytest.mark.parametrize("color, prompt, reward", [
     ("red", "A RED thing", 1), ("red", "a blue thing", 1 / 3), ("orange", "an orange one", 1),
@@ -274,7 +229,6 @@ def test_color_reward(color, prompt, reward):
     image.paste("white", (0, 0, 4, 2))
     assert grpo.reward_color([image], ["white"])[0] == pytest.approx(0.5)
 
-
 def test_mse_reward():
     """Equal is 0, a fifth of white off is -1/25; a target of another size is resized, bicubic."""
     black = Image.new("RGB", (32, 16))
@@ -284,16 +238,13 @@ def test_mse_reward():
     resized = target.resize((32, 16), Image.BICUBIC)
     assert grpo.reward_mse([resized], [""], [target]).item() == 0
 
-
 def blank(n):
     """Images, prompts and targets for rewards that do not look at them."""
     return [Image.new("RGB", (8, 8)) for _ in range(n)], [f"prompt {i}" for i in range(n)], [None] * n
 
-
 def reward_of(values):
     """A reward of these values."""
     return lambda images, prompts, targets: values
-
 
 @pytest.mark.parametrize("values", [
     [1, 2.0], (True, 2), np.array([1, 2], np.float16), torch.tensor([1, 2]), torch.tensor([[1.0], [2.0]]),
@@ -305,7 +256,6 @@ def test_rewards_take_any_sequence_of_numbers(values):
     assert total.tolist() == [-4.0, -8.0]
     assert components["a"].tolist() == [1.0, 2.0] and components["b"].tolist() == [10.0, 20.0]
     assert components["a"].dtype == torch.float32
-
 
 def test_a_reward_changes_nothing_for_others():
     """Neither by painting over a picture, nor by set_grad_enabled(False): nothing would learn any more."""
@@ -333,7 +283,6 @@ def test_a_reward_changes_nothing_for_others():
     look(*given)  # the caller
     assert seen == [[[(0, 0, 0), (0, 0, 255)], ["a fox"], True, torch.float32]] * 2
 
-
 @pytest.mark.parametrize("reward, cause", [
     (lambda *_: 1 / 0, ZeroDivisionError),
     (lambda *_: sys.exit("no key"), SystemExit),
@@ -349,7 +298,6 @@ def test_a_reward_that_gives_no_numbers_is_named(reward, cause):
     with pytest.raises(RuntimeError, match="mine.py:bad") as error:
         grpo.compute_rewards(*blank(2), rewards)
     assert isinstance(error.value.__cause__, cause)
-
 
 def test_rewards_are_loaded_with_their_weights(tmp_path):
     """Two rewards of a file share what it loads: run for each of them, it would load its model twice."""
@@ -370,7 +318,6 @@ b = a
     assert components["own.py:a"].tolist() == [0.0, 1.0] and components["own.py:b"].tolist() == [2.0, 3.0]
     assert total.tolist() == [1.0, 2.5]
 
-
 def test_prompts_file(tmp_path):
     """A byte order mark, comments and blank lines are no prompts; a target is found beside the file."""
     Image.new("L", (3, 3)).save(tmp_path / "t.png")
@@ -379,7 +326,6 @@ def test_prompts_file(tmp_path):
     prompts, targets = grpo.load_prompts(tmp_path / "p.txt")
     assert prompts == ["a red fox", "plain"]
     assert targets[0].mode == "RGB" and targets[0].size == (3, 3) and targets[1] is None
-
 
 # --- LoRA ---------------------------------------------------------------------------------------------------
 def test_lora_starts_as_the_identity_and_switches_off_exactly(wrapper, sampled):
@@ -395,7 +341,6 @@ def test_lora_starts_as_the_identity_and_switches_off_exactly(wrapper, sampled):
         assert torch.equal(score(ours, sampled), base)
         1 / 0
     assert torch.equal(score(ours, sampled), moved)
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_adapters_train(sampled, dtype):
@@ -413,12 +358,10 @@ def test_only_the_adapters_train(sampled, dtype):
         assert all(not weight.requires_grad and weight.grad is None for weight in part.parameters())
     assert not wrapper.ar_half.training and not wrapper.dit_half.training
 
-
 def test_a_model_whose_layers_have_other_names_is_refused():
     """Another model and the old TARGETS: torch would say that the optimizer got an empty parameter list."""
     with pytest.raises(ValueError, match="elsewhere"):
         grpo.LoRA(torch.nn.Linear(2, 2), "elsewhere", rank=1)
-
 
 # --- GLM-Image: what the model reads ------------------------------------------------------------------------
 def test_positions_are_those_of_the_docstring():
@@ -427,7 +370,6 @@ def test_positions_are_those_of_the_docstring():
     expected = torch.tensor([[int(number) for number in row.split()] for row in rows])
     got = grpo.build_position_ids(torch.tensor([[0, 1, 1, 1]]), [(1, 2), (2, 2)])
     assert expected.shape == (3, 10) and torch.equal(got[:, 0], expected)
-
 
 @pytest.mark.parametrize("size", [(128, 128), (128, 64), (64, 192)])
 def test_positions_are_those_of_transformers(size):
@@ -442,7 +384,6 @@ def test_positions_are_those_of_transformers(size):
     image = model._cached_decode_position_ids.movedim(1, 0)[:, :, :-1]  # the last one is for EOS
     assert (mask == 0).any() and torch.equal(position_ids, torch.cat([prompt, image], dim=2))
 
-
 def test_what_a_position_sees():
     """Itself and what stands before it but for padding; a row that saw nothing would be NaN on a GPU."""
     padded = torch.tensor([[False, False, True, True]])
@@ -452,7 +393,6 @@ def test_what_a_position_sees():
     assert grpo.build_visibility(padded, 3)[0, 0].int().tolist() == by_hand[:3]
     whole = grpo.build_visibility(torch.ones(2, 5, dtype=torch.bool), 5)
     assert torch.equal(whole, torch.ones(2, 1, 5, 5).tril().bool())
-
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]])
 def test_prompts_are_encoded_as_the_pipeline_does(wrapper, monkeypatch, prompts):
@@ -468,7 +408,6 @@ def test_prompts_are_encoded_as_the_pipeline_does(wrapper, monkeypatch, prompts)
     large, draft = stock["image_grid_thw"][:2, 1:].tolist()
     assert torch.equal(stock["input_ids"], ids) and torch.equal(stock["attention_mask"], mask)
     assert torch.equal(position_ids, grpo.build_position_ids(mask, [draft, large]))
-
 
 # --- GLM-Image: the sampler, and the trainer's pass over what it drew ---------------------------------------
 @pytest.mark.parametrize("top_p, dtype, bound", [
@@ -492,7 +431,6 @@ def test_sampler_and_trainer_agree(top_p, dtype, bound):
     if top_p < 1:
         assert (unmasked - logprobs).mean() < -0.1 and (entropy - whole).mean() < -0.1
 
-
 def test_a_naive_pass_does_not_agree(wrapper, sampled):
     """The trap: `model(prompt + tokens)` runs without complaint, and is wrong."""
     prompts, tokens, logprobs = sampled
@@ -503,7 +441,6 @@ def test_a_naive_pass_does_not_agree(wrapper, sampled):
     logp = (out.logits[:, L - 1:-1, :8] / 0.9).log_softmax(dim=2)
     naive = logp.gather(2, tokens[:, :, None])[:, :, 0]
     assert (naive - logprobs).abs().max() > 1e-3  # a hundred times what sampler and trainer may differ by
-
 
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
 def test_sampling_is_transformers_own_decoding_row_by_row(top_p):
@@ -531,7 +468,6 @@ def test_sampling_is_transformers_own_decoding_row_by_row(top_p):
                                  use_cache=True, past_key_values=out.past_key_values)
     assert (grpo.unpack_bits(allowed).sum(dim=2) == 8).all() == (top_p == 1)
 
-
 @pytest.mark.parametrize("chance, first", [(0.0, True), (1 - 2**-24, False)])
 def test_no_chance_falls_out_of_the_nucleus(monkeypatch, chance, first):
     """A number of exactly 0 would draw code 0, allowed or not; one next to 1 a code behind the last."""
@@ -543,7 +479,6 @@ def test_no_chance_falls_out_of_the_nucleus(monkeypatch, chance, first):
     assert torch.equal(tokens, allowed.argmax(dim=2) if first else last)
     assert (tokens > 0).any()
 
-
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
 def test_the_gradient_of_the_entropy(top_p):
     """A bonus for entropy is one line in the loss; 0 * log 0 outside the nucleus would make it NaN."""
@@ -553,7 +488,6 @@ def test_the_gradient_of_the_entropy(top_p):
     for weight in lora.weights.values():
         assert weight.grad.isfinite().all() and weight.grad.any()
 
-
 def test_the_head_sees_image_positions_only(wrapper, sampled):
     """At 1024 x 1024 the logits of the prompt alone would be tens of megabytes a sample, for nothing."""
     shapes = []
@@ -562,7 +496,6 @@ def test_the_head_sees_image_positions_only(wrapper, sampled):
     wrapper.sample(PROMPTS, 3, seeds=[1, 2])
     handle.remove()
     assert shapes == [(6, 10), (2, 1)] + [(6, 1)] * 10  # a prompt is read once for its group
-
 
 # --- GLM-Image: from tokens to pictures ---------------------------------------------------------------------
 def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
@@ -582,7 +515,6 @@ def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
     assert len(read) == 3 * 2
     assert painted == [1] * 3 * 6
     assert all((picture - pictures[0]).abs().max() < 1.5 / 255 for picture in pictures)
-
 
 @pytest.mark.parametrize("guidance", [4.0, 1.0])
 def test_painting_is_that_of_the_stock_pipeline(sampled, guidance):
@@ -604,7 +536,6 @@ def test_painting_is_that_of_the_stock_pipeline(sampled, guidance):
         assert image.size == (64, 128) and image.tobytes() == expected.tobytes()
     assert len({image.tobytes() for image in images + ours.decode(["a fox"], rows[:1], [7])}) == 5
 
-
 def test_temperature_and_top_p_are_the_models_own_unless_given():
     """Other log-probs than those that the stock pipeline samples by would train another model."""
     pipe = QUICK(0)
@@ -613,7 +544,6 @@ def test_temperature_and_top_p_are_the_models_own_unless_given():
     given = grpo.GLMImageWrapper(pipe, make_config(temperature=0.5, top_p=1.0))
     assert (own.temperature, own.top_p) == (0.9, 0.75)
     assert (given.temperature, given.top_p) == (0.5, 1.0)
-
 
 # --- Memory: what lies where, and what is kept for the backward pass ----------------------------------------
 def hide_weights(wrapper, monkeypatch):
@@ -635,7 +565,6 @@ def hide_weights(wrapper, monkeypatch):
     monkeypatch.setattr(grpo, "on_device", reveal)
     return moves
 
-
 def test_offloading_changes_nothing_and_moves_once_a_phase(tmp_path, monkeypatch):
     """What is not on the device is NaN, the vision tower always; and a phase moves weights once."""
     runs = []
@@ -651,7 +580,6 @@ def test_offloading_changes_nothing_and_moves_once_a_phase(tmp_path, monkeypatch
     assert len(files) == 4 and trainer.history[1]["grad_norm"] > 0
     assert runs[0] == runs[1]
 
-
 def test_weights_come_to_the_device_and_are_forgotten_there():
     """Also after an error, each is in the same memory as before: no copy. (A dtype stands for the device.)"""
     half = make_wrapper().ar_half
@@ -665,7 +593,6 @@ def test_weights_come_to_the_device_and_are_forgotten_there():
         1 / 0
     assert [tensor.data_ptr() for tensor in tensors] == homes
 
-
 @pytest.mark.parametrize("offload, free, where", [
     ("on", 80, "cpu"), ("off", 10, "meta"), ("auto", 40, "cpu"), ("auto", 80, "meta"), ("auto", 0, "meta")])
 def test_where_the_halves_wait(monkeypatch, offload, free, where):
@@ -676,7 +603,6 @@ def test_where_the_halves_wait(monkeypatch, offload, free, where):
     parts = wrapper.ar_half, wrapper.dit_half, wrapper.policy.model.visual
     for part, place in zip(parts, (where, where, "cpu")):
         assert {tensor.device.type for tensor in tensors_of(part)} == {place}
-
 
 def test_weights_wait_in_pinned_memory_and_only_there(monkeypatch):
     """The unpinned ones beside them would take twice the 31 GiB of the host."""
@@ -693,7 +619,6 @@ def test_weights_wait_in_pinned_memory_and_only_there(monkeypatch):
     places = [tensor.data_ptr() for tensor in tensors_of(wrapper.ar_half, wrapper.dit_half)]
     assert len(places) > 100 and sorted(places) == sorted(pinned)
 
-
 # --- Memory, counted: the real sizes on the `meta` device, where a tensor has a size and no contents --------
 def describe(value):
     """What the shape of an operation's result depends on."""
@@ -702,7 +627,6 @@ def describe(value):
     if isinstance(value, (list, tuple)):
         return tuple([describe(part) for part in value])
     return type(value), value
-
 
 class FakeGPU(TorchDispatchMode):
     """`meta` stands for the GPU, the CPU is the host. Every operation passes through here, those of the
@@ -785,7 +709,6 @@ class FakeGPU(TorchDispatchMode):
             self.sent += result.nbytes
         return result
 
-
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """What `F.scaled_dot_product_attention` allocates on a GPU; on `meta` it would make the matrix of scores.
     With a mask it is the memory-efficient kernel, which wants the mask in the dtype of the query, its rows
@@ -801,7 +724,6 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
-
 def skip_tokens(forward, T):
     """`forward` for a sampler of T tokens: only the prompts and the last one, beside what is kept of all."""
     fed = []
@@ -815,7 +737,6 @@ def skip_tokens(forward, T):
         return forward(ids, *args, **kwargs)
 
     return forward_rarely
-
 
 def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
     """Highest GiB alive on the GPU in the second step -> {"update", "sample", "decode": {"on", "off"}}, by
@@ -874,7 +795,6 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
             sent = gpu.sent if phase is update else sent
     return peaks, sent / 2**20
 
-
 def test_the_count_by_hand():
     """Views count nothing, a result while it is held, an offloaded half inside its `on_device` alone."""
     one, two = (torch.nn.Linear(512, n, bias=False, device="meta") for n in (512, 1024))  # 1 and 2 MiB
@@ -896,7 +816,6 @@ def test_the_count_by_hand():
             torch.zeros(1024, 1024).to("meta").relu()  # 4 MiB, then 4 more
         assert gpu.now == 2 * 2**20 and peaks() == [10 + 3, 10 + 3] and gpu.sent == 4 * 2**20
 
-
 @pytest.mark.parametrize("side", [512, 1024])
 def test_a_step_fits_a_card_of_24_gb(side):
     """8 x 4 images with offloading; beside the weights lies no less than what is known to be there."""
@@ -910,7 +829,6 @@ def test_a_step_fits_a_card_of_24_gb(side):
     # Two samples, for the reference and for the policy. Unpacked on the host it would be eight times as much.
     assert sent < 1.2 * 2 * 2 * T * 16384 / 8 / 2**20 + 0.1
 
-
 # --- The toy ------------------------------------------------------------------------------------------------
 def test_the_toy_is_deterministic(monkeypatch):
     """A run is its command: the same --seed makes the same toy, another seed another."""
@@ -923,12 +841,10 @@ def test_the_toy_is_deterministic(monkeypatch):
         weights.append(torch.cat([tensor.flatten() for tensor in tensors]))
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
-
 # --- The trainer --------------------------------------------------------------------------------------------
 def gradient_of(trainer):
     """All of it, in one vector."""
     return torch.cat([weight.grad.flatten() for weight in trainer.lora.weights.values()])
-
 
 @pytest.mark.parametrize("settings", [{}, dict(importance="sequence", scale_rewards="none")])
 def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, settings):
@@ -945,7 +861,6 @@ def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, settings):
     for other in gradients[1:]:
         assert torch.allclose(gradients[0], other, rtol=1e-4, atol=1e-6)
 
-
 @pytest.mark.parametrize("top_p", [None, 0.6])
 def test_ratio_is_one_until_the_first_update(tmp_path, top_p):
     """Old log-probs from another pass, or a pass that forgets the masks of top-p, would start off 1."""
@@ -960,7 +875,6 @@ def test_ratio_is_one_until_the_first_update(tmp_path, top_p):
     assert twice["ratio_max"] > 1.001
     assert 0 < twice["kl"] < 100
     assert max(once["sampler_gap"], twice["sampler_gap"]) < 1e-5
-
 
 @pytest.mark.parametrize("kl_coef, passes", [(0.1, 4), (0.0, 2)])
 def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, passes):
@@ -978,7 +892,6 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, pa
     assert spy.call_count == passes
     assert kl > 1e-3
     assert metrics.get("kl") == (pytest.approx(kl, rel=1e-3) if kl_coef else None)
-
 
 def test_gradients_that_are_no_numbers(tmp_path):
     """One NaN would be in every weight and in Adam's memory; and a run that skips all updates would go on."""
@@ -1001,7 +914,6 @@ def test_gradients_that_are_no_numbers(tmp_path):
     assert state["step"] == 7
     assert all(weight.isfinite().all() for weight in state["adapter"].values())
     assert {moments["step"].item() for moments in state["optimizer"]["state"].values()} == {7 + 2}
-
 
 def test_settings_reach_the_update(tmp_path):
     """A flag that is parsed and then forgotten looks like a flag that does not help."""
@@ -1033,12 +945,10 @@ def test_settings_reach_the_update(tmp_path):
         assert min(weight.shape) == 2
         assert weight.grad is None  # and takes no memory while the next step samples
 
-
 def test_rows_are_merged_by_their_means_but_for_two_maxima():
     """A reward on which one GPU alone had an opinion must not count as 0 on the others."""
     rows = [dict(ratio_max=1, sampler_gap=0.2, kl=1), dict(ratio_max=3, sampler_gap=0.1, kl=2, reward=5)]
     assert grpo.merge_rows(rows) == dict(ratio_max=3, sampler_gap=0.2, kl=1.5, reward=5)
-
 
 def test_sampler_gap_and_entropy_by_hand(tmp_path, monkeypatch):
     """A gap in one direction only, or an entropy averaged over codes, would look healthy for ever."""
@@ -1050,7 +960,6 @@ def test_sampler_gap_and_entropy_by_hand(tmp_path, monkeypatch):
     metrics = trainer.train_step(rollout)
     assert metrics["sampler_gap"] == pytest.approx(0.1, rel=1e-3)
     assert metrics["entropy"] == pytest.approx(math.log(8))  # in nats: each of 8 codes is as likely
-
 
 def test_lora_starts_from_the_seed_alone(tmp_path):
     """With a model that was loaded, not made, nothing else has seeded the generator."""
@@ -1065,7 +974,6 @@ def test_lora_starts_from_the_seed_alone(tmp_path):
     for name, weight in trainer.lora.weights.items():  # peft's: uniform up to 1 / sqrt(in), and 0
         size = weight.abs().max() * weight.shape[1] ** 0.5
         assert size == 0 if "lora_B" in name else 0.9 < size <= 1
-
 
 def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     """A reward that reads the prompt must meet the image of that prompt: p0 p0 .. p1 p1 .. all the way."""
@@ -1088,7 +996,6 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     assert (again - rollout["logprobs"]).abs().max() < 1e-5
     assert images == trainer.wrapper.decode([trainer.prompts[i] for i in chosen], rollout["tokens"], seeds)
 
-
 def draw(batch_size, steps, world_size=1, seed=0):
     """-> (place of the prompt, seed of the group) for each turn of these steps, on all GPUs."""
     turns = []
@@ -1100,7 +1007,6 @@ def draw(batch_size, steps, world_size=1, seed=0):
             assert len(places) == len(seeds) == batch_size // world_size
             turns += zip(map(int, places), seeds)
     return turns
-
 
 def test_what_a_step_draws_depends_on_seed_and_step_alone():
     """Else --resume, or another number of GPUs, would give another run; and each of three prompts comes once
@@ -1116,7 +1022,6 @@ def test_what_a_step_draws_depends_on_seed_and_step_alone():
     other_places, other_seeds = zip(*draw(6, range(1, 13), seed=1))
     assert places != other_places and places[3:] != other_places[:-3]  # nor seed 0, a lap later
     assert not set(seeds) & set(other_seeds)
-
 
 @pytest.mark.parametrize("reward_norm", ["none", "group"])
 def test_metrics_by_hand(tmp_path, reward_norm):
@@ -1147,11 +1052,9 @@ def test_metrics_by_hand(tmp_path, reward_norm):
     _, metrics = trainer.rollout(1)
     assert metrics["tokens_per_sec"] == pytest.approx(2 * 4 * 10 / metrics["sec_rollout"])
 
-
 def luck(images, prompts, targets):
     """A reward that draws from all three global generators."""
     return torch.rand(len(images)) + np.random.rand() + random.random()
-
 
 def make_lucky(out, **settings):
     """A trainer of two groups of two; its reward is luck."""
@@ -1161,35 +1064,29 @@ def make_lucky(out, **settings):
     trainer.rewards = {"luck": (luck, 1.0)}
     return trainer
 
-
 def resume_lucky(out, **settings):
     """The same, with the state that this folder holds."""
     trainer = make_lucky(None, resume=str(out), **settings)
     trainer.load_checkpoint(out)
     return trainer
 
-
 def step_of(out):
     """The step that a checkpoint holds."""
     return torch.load(out / "checkpoint.pt", weights_only=True)["step"]
 
-
 def without(row, *prefixes):
     return {key: row[key] for key in row if not key.startswith(prefixes)}
-
 
 def rows_of(out):
     """metrics.jsonl without what the clock says."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [without(json.loads(line), "sec_", "tokens_per_sec") for line in lines]
 
-
 def state_of(out):
     """A checkpoint as text, bit for bit, without the clock and the name of the folder."""
     state = torch.load(out / "checkpoint.pt", weights_only=True)
     state["history"] = [without(row, "sec_", "tokens_per_sec") for row in state["history"]]
     return json.dumps(state, default=torch.Tensor.tolist, sort_keys=True)
-
 
 def assert_same_run(one, other):
     """Every file of two runs, but for seconds and the name of the folder."""
@@ -1203,7 +1100,6 @@ def assert_same_run(one, other):
         if name.name not in ("checkpoint.pt", "metrics.jsonl", "args.json"):
             assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
-
 def assert_whole(out):
     """Nothing that others may read at any moment is torn."""
     for path in out.rglob("*.png"):
@@ -1211,14 +1107,12 @@ def assert_whole(out):
     for path in out.rglob("*.safetensors"):
         load_file(path)
 
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a run of five steps whose reward is luck, saved every two."""
     out = tmp_path_factory.mktemp("finished") / "run"
     make_lucky(out).train()
     return out
-
 
 def test_what_is_written_when(finished):
     """Pictures come before the first step, every --save-every and at the end; the curve goes upwards."""
@@ -1239,7 +1133,6 @@ def test_what_is_written_when(finished):
     for i, y in ((np.argmax(rewards), 6), (np.argmin(rewards), h - 6)):
         red, green, _ = progress.getpixel((min(i * w // 4, w - 1), 2 * h + y))
         assert red > 150 and green < 100
-
 
 def test_fixed_pictures_have_fixed_prompts_and_seeds(tmp_path):
     """What training draws in between must not show; each has its own target, and its own reward above it."""
@@ -1268,7 +1161,6 @@ def test_fixed_pictures_have_fixed_prompts_and_seeds(tmp_path):
     trainer.rollout(1)
     assert save() == first
 
-
 def test_resume_is_bit_for_bit(finished, tmp_path):
     """What is not in the checkpoint (moments, order, random state) would make the second half another one."""
     out = tmp_path / "run"
@@ -1283,7 +1175,6 @@ def test_resume_is_bit_for_bit(finished, tmp_path):
     resume_lucky(out, steps=6).train()
     assert step_of(out) == 6
 
-
 @pytest.mark.parametrize("save_every", [99, 3])
 def test_a_reward_that_fails_costs_no_step(tmp_path, save_every):
     """In a rollout, or on the fixed pictures: the steps since the last checkpoint would be lost."""
@@ -1297,7 +1188,6 @@ def test_a_reward_that_fails_costs_no_step(tmp_path, save_every):
         trainer.train()
     assert step_of(tmp_path / "run") == 3
 
-
 # --- Processes: several GPUs (here of the CPU), signals, kills ----------------------------------------------
 SMALL = "--model tiny --size 64 --batch-size 2 --group-size 2 --micro-batch-size 2".split()
 ENV = os.environ | {
@@ -1305,7 +1195,6 @@ ENV = os.environ | {
     "PYTHONWARNINGS": "ignore:resource_tracker"}  # which minds that kill -9 leaves locks behind
 SERVER = multiprocessing.get_context("forkserver")  # imports all that is slow once, for all its children
 SERVER.set_forkserver_preload([__name__, "diffusers.pipelines.glm_image.pipeline_glm_image"])
-
 
 def child(folder, argv, before, env):
     """The life of a process: grpo.main on the random toy, after `before`. What it prints goes to a file."""
@@ -1318,18 +1207,15 @@ def child(folder, argv, before, env):
     before()
     grpo.main(argv)
 
-
 def start(folder, *argv, before=bool, **env):
     process = SERVER.Process(target=child, args=(folder, argv, before, env), daemon=True)
     with mock.patch.dict(os.environ, ENV):
         process.start()
     return process
 
-
 def end(process):
     process.join(300)
     return process.exitcode
-
 
 def run_on_two(folder, *argv, before=bool):
     """Two processes, as torchrun would start them -> their exit codes, and what they have printed."""
@@ -1339,7 +1225,6 @@ def run_on_two(folder, *argv, before=bool):
     env = dict(MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2")
     processes = [start(folder, *argv, before=before, RANK=rank, **env) for rank in "01"]
     return [end(process) for process in processes], (folder / "log").read_text()
-
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
@@ -1364,13 +1249,11 @@ def command(tmp_path, monkeypatch, capsys):
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
-
 def assert_refused(outcome, word):
     """Exit code 2 and one line that has this word."""
     code, _, error = outcome
     assert code == 2
     assert error.startswith("grpo.py: error: ") and error.count("\n") == 1 and word in error, error
-
 
 def assert_same_adapters(one, other):
     """Of two runs, to 1e-5."""
@@ -1378,7 +1261,6 @@ def assert_same_adapters(one, other):
     assert one.keys() == other.keys()
     for name, weight in one.items():
         assert (weight - other[name]).abs().max() < 1e-5, name
-
 
 def test_two_gpus_do_what_one_does(tmp_path, command):
     """Three steps in one process = two steps in two and, resumed, one in one: all must have crossed over."""
@@ -1404,7 +1286,6 @@ color = grpo.reward_color
         a = without(a, "reward_std/")  # over the images of one GPU
         assert a == pytest.approx(without(b, "reward_std/"), rel=1e-3, abs=1e-5)
 
-
 def test_gpus_talk_over_nccl_and_hosts_over_gloo(monkeypatch):
     """NCCL waits for a process that has died; what crosses over first in a step must go over gloo."""
     monkeypatch.setenv("RANK", "1")
@@ -1419,7 +1300,6 @@ def test_gpus_talk_over_nccl_and_hosts_over_gloo(monkeypatch):
     begin.assert_called_once_with("cpu:gloo,cuda:nccl")
     choose.assert_called_once_with(1)
 
-
 def divide_by_zero():
     calls = []
 
@@ -1428,7 +1308,6 @@ def divide_by_zero():
         return [0.5] * len(images) if torch.distributed.get_rank() == 0 or len(calls) < 3 else 1 / 0
 
     grpo.REWARDS["color"] = fails
-
 
 def signal_while_they_agree():
     gather = torch.distributed.all_gather_object
@@ -1444,7 +1323,6 @@ def signal_while_they_agree():
     if os.environ["RANK"] == "1":
         Path.write_bytes = None  # both in one file, at once
 
-
 @pytest.mark.parametrize("fault, code, word", [
     (divide_by_zero, 1, "ZeroDivisionError"), (signal_while_they_agree, 143, "stopped after step 2")])
 def test_what_happens_to_one_gpu_ends_the_run_on_all(tmp_path, fault, code, word):
@@ -1457,14 +1335,12 @@ def test_what_happens_to_one_gpu_ends_the_run_on_all(tmp_path, fault, code, word
     assert codes == [0, 0], log
     assert step_of(tmp_path / "run") == 4
 
-
 def test_prompts_that_do_not_divide_over_the_gpus_are_refused(tmp_path):
     """Three prompts on two GPUs: the advantages would be those of other samples, without any error."""
     codes, log = run_on_two(tmp_path, *SMALL, "--batch-size", "3", "--out", "run")
     assert codes == [2, 2], log
     assert "--batch-size" in log
     assert not (tmp_path / "run").exists()
-
 
 def test_signals_finish_the_step_and_save(tmp_path, command, monkeypatch):
     """Ctrl-C, or the machine is taken away: no step is lost, and going on gives an undisturbed run."""
@@ -1488,7 +1364,6 @@ def test_signals_finish_the_step_and_save(tmp_path, command, monkeypatch):
     assert command(*flags, "--out", "whole")[0] == 0
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
-
 def press_twice():
     def color(images, prompts, targets):
         os.kill(os.getpid(), signal.SIGINT)
@@ -1496,7 +1371,6 @@ def press_twice():
         return [0.5] * len(images)
 
     grpo.REWARDS["color"] = color
-
 
 def wait_in_step_two():
     rollout = grpo.GRPOTrainer.rollout
@@ -1508,7 +1382,6 @@ def wait_in_step_two():
         return rollout(trainer, step)
 
     grpo.GRPOTrainer.rollout = waits
-
 
 def test_a_folder_has_one_run_at_a_time(tmp_path, command, monkeypatch):
     """Of two runs in one folder all but one were lost. A run that was killed must not lock its folder."""
@@ -1527,7 +1400,6 @@ def test_a_folder_has_one_run_at_a_time(tmp_path, command, monkeypatch):
     codes = [command(*SMALL, "--steps", "1")[0] for _ in range(2)]  # begun in the same second
     assert codes == [0, 2]
 
-
 def test_a_closed_stdout_loses_no_step(tmp_path, command, monkeypatch):
     """`python grpo.py | head -1` lost all steps since the last save: ten, or hours."""
     class Head(io.StringIO):
@@ -1540,16 +1412,13 @@ def test_a_closed_stdout_loses_no_step(tmp_path, command, monkeypatch):
     command(*SMALL, "--steps", "3", "--save-every", "99", "--out", "run")
     assert step_of(tmp_path / "run") == 3
 
-
 def test_the_second_signal_stops_at_once(tmp_path):
     """A step can take minutes; who presses twice does not want to wait."""
     assert end(start(tmp_path, *SMALL, "--out", "run", before=press_twice)) == -signal.SIGINT
     assert not (tmp_path / "run/checkpoint.pt").exists()
 
-
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
-
 
 def fail_in(method, name, when, fail=kill):
     """In the when-th write of a file (half of it is on the disk), or before it gets its name."""
@@ -1566,7 +1435,6 @@ def fail_in(method, name, when, fail=kill):
 
     setattr(Path, method, fails)
 
-
 @pytest.mark.parametrize("name", ["checkpoint.pt", "adapter_model", "step_", "progress", "metrics"])
 def test_a_full_disk_is_one_line_and_spares_the_old_checkpoint(tmp_path, command, monkeypatch, name):
     """Written in place, the old file would be gone with the new one; safetensors had a traceback."""
@@ -1581,11 +1449,9 @@ def test_a_full_disk_is_one_line_and_spares_the_old_checkpoint(tmp_path, command
     assert_whole(tmp_path / "run")
     assert command("--resume", "run", "--steps", "3")[0] == 0  # when there is room again
 
-
 KILLS = [("write_bytes", "checkpoint.pt"), ("replace", "checkpoint.pt"), ("replace", "progress.png"),
          ("write_bytes", "step_"), ("write_bytes", "metrics.jsonl"),
          ("write_bytes", "adapter_model")]  # of the last step: the checkpoint must not be ahead of it
-
 
 def faults(folder, kills, steps, say=print):
     """A run is killed again and again (inside a file, or at any moment) and resumed, against a whole one."""
@@ -1616,11 +1482,9 @@ def faults(folder, kills, steps, say=print):
     assert_same_run(folder / "whole", folder / "run")
     say(f"{len(kills)} kills, {steps} steps: every file is that of an undisturbed run")
 
-
 def test_kill_nine_at_any_moment(tmp_path):
     """Each file could be left torn, or other than the checkpoint has it. The short form of --faults."""
     faults(tmp_path, [(*kill, 2) for kill in KILLS], steps=len(KILLS), say=str)
-
 
 # --- The command --------------------------------------------------------------------------------------------
 @pytest.fixture(scope="session", autouse=True)
@@ -1637,7 +1501,6 @@ def first_command(request, tmp_path_factory):
         yield process, folder / "out"
         process.kill()
 
-
 @pytest.fixture(scope="session")
 def run(first_command):
     process, out = first_command
@@ -1645,11 +1508,9 @@ def run(first_command):
     assert process.returncode == 0, error
     return out, printed
 
-
 METRICS = """step loss policy_loss reward reward_std reward/color reward_std/color frac_zero_std kl ratio_mean
     ratio_max clip_frac entropy grad_norm skipped sampler_gap lr sec_rollout sec_decode sec_reward sec_update
     tokens_per_sec peak_gib""".split()
-
 
 def test_what_the_first_command_leaves(run):
     """What the README promises to find in the folder, and what it says to look at."""
@@ -1666,7 +1527,6 @@ def test_what_the_first_command_leaves(run):
     assert printed.startswith("model: tiny")
     assert f"{out}: progress.png, and adapter/ for GlmImageForConditionalGeneration" in printed
 
-
 def test_it_learns(run):
     """Rewards rise by far more than luck, and every fixed picture gets closer to its colour."""
     out, _ = run
@@ -1681,7 +1541,6 @@ def test_it_learns(run):
         gains.append(float(after - before))
     assert min(gains) > 0
     assert np.mean(gains) > 0.1
-
 
 WRONG = """--group-size 1, --group-size four, --size 0, --size -64, --size 64x, --size big, --size 64x128x256,
     --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0, --seed -1,
@@ -1703,7 +1562,6 @@ BAD = [*((typed.strip(), typed.split()[0]) for typed in WRONG), *[  # what is ty
     ("--resume done --lr 1e-4", "--steps"), ("--resume done --prompts other.txt", "other prompts"),
     ("--out ", "exists"), ("--out done", "--resume"), ("--out comments.txt/run", "comments.txt")]]
 
-
 @pytest.fixture(scope="module")
 def bad_files(finished, tmp_path_factory):
     """All that BAD names, in a folder."""
@@ -1724,7 +1582,6 @@ def bad_files(finished, tmp_path_factory):
     (folder / "latin1.txt").write_bytes(b"caf\xe9\n")
     return folder
 
-
 @pytest.mark.parametrize("typed, word", BAD)
 def test_bad_input_gets_one_line_and_exit_code_2(bad_files, command, monkeypatch, typed, word):
     """No traceback, nothing written, no model loaded in vain where that can be known before."""
@@ -1735,7 +1592,6 @@ def test_bad_input_gets_one_line_and_exit_code_2(bad_files, command, monkeypatch
     assert_refused(command(*model, *typed.split(" ")), word)
     assert sorted(bad_files.rglob("*")) == before
 
-
 @pytest.mark.parametrize("code, cause", [("1 / 0", ZeroDivisionError), ("exit(0)", SystemExit)])
 def test_a_broken_file_of_rewards_keeps_its_traceback(command, code, cause):
     """One line would not say where in the user's own code to look; exit(0) would be a run that went well."""
@@ -1744,12 +1600,10 @@ def test_a_broken_file_of_rewards_keeps_its_traceback(command, code, cause):
         command("--model", "tiny", "--reward", "broken.py:sharp")
     assert isinstance(failed.value.__cause__, cause)
 
-
 class Bomb:
     """A pickle that makes the file `owned` when it is loaded."""
     def __reduce__(self):
         return Path.touch, (Path("owned"),)
-
 
 ODD = [  # what is put where
     ("args", {"x": 1}), ("args steps", "ten"), ("args prompts", 7), ("state", None), ("state", [1, 2, 3]),
@@ -1759,7 +1613,6 @@ ODD = [  # what is put where
     ("state optimizer", {}), ("state optimizer param_groups", []),
     ("state optimizer state", {0: {"step": 1}}), ("state optimizer state 0 exp_avg", torch.zeros(3)),
     ("state optimizer state 0 exp_avg_sq", torch.zeros(3))]
-
 
 @pytest.mark.parametrize("place, value", ODD)
 def test_an_odd_checkpoint_gets_one_line(bad_files, tmp_path, command, place, value):
@@ -1776,7 +1629,6 @@ def test_an_odd_checkpoint_gets_one_line(bad_files, tmp_path, command, place, va
     typed = [] if place == "args steps" else ["--steps", "6"]
     assert_refused(command("--resume", "run", *typed), "")
     assert (sorted(tmp_path.rglob("*")), checkpoint.read_bytes()) == before
-
 
 def test_moved_things_are_found(bad_files, tmp_path, command, monkeypatch):
     """Resumed elsewhere, relative paths led nowhere; and the same lines in another file were refused."""
@@ -1797,7 +1649,6 @@ def test_moved_things_are_found(bad_files, tmp_path, command, monkeypatch):
     assert [Path(model) for model in models] == [tmp_path / "mine"] * 2 + [tmp_path / "yours"]
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 3]
 
-
 def test_the_toy_runs_on_one_thread(command, monkeypatch):
     """Two wait for each other on a busy machine: half a minute took hours. Who sets them has them."""
     monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
@@ -1808,13 +1659,11 @@ def test_the_toy_runs_on_one_thread(command, monkeypatch):
     assert command(*SMALL, "--steps", "1", "--out", "free")[0] == 0
     torch.set_num_threads.assert_called_once_with(1)
 
-
 def test_help_shows_every_flag(command):
     """Made from the comments of Config, in which a % or a missing word would break it."""
     code, out, _ = command("--help")
     assert code == 0
     assert set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)) == {flag_of(field) for field in FIELDS}
-
 
 def test_settings_reach_the_wrapper(command, monkeypatch):
     """And so does what is not given: the toy's defaults where GLM-Image has no room, else its own."""
@@ -1834,13 +1683,11 @@ def test_settings_reach_the_wrapper(command, monkeypatch):
     wrapper = grpo.GLMImageWrapper(QUICK(0), seen[0][1])
     assert (wrapper.top_p, wrapper.temperature, wrapper.height, wrapper.width) == (0.5, 0.7, 96, 64)
 
-
 # --- The painter: flow.py of the README ---------------------------------------------------------------------
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # of @pytest.mark.readme
 FROM_README = [pytest.param("README.md", marks=pytest.mark.readme)]  # for a fixture: marks what uses it
 PAINT = dict(kl_coef=0.0, decode_steps=8)
 WRAPPER = grpo.GLMImageWrapper
-
 
 @pytest.fixture(scope="module", params=FROM_README)
 def flow(tmp_path_factory):
@@ -1851,12 +1698,10 @@ def flow(tmp_path_factory):
     assert path.read_text() == readme_code("flow.py")
     return load_module(readme_code("flow.py"), "flow")
 
-
 def shift_sigmas(pipe):
     """A schedule that depends on the size of the image, as GLM-Image's does and the toy's does not."""
     pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, time_shift_type="linear", base_shift=0.25, max_shift=0.75)
-
 
 def make_painter(flow, **settings):
     """The painter of the random toy, with the scale of latents and the sigmas that GLM-Image may have."""
@@ -1865,7 +1710,6 @@ def make_painter(flow, **settings):
     shift_sigmas(wrapper.pipe)
     return flow.Painter(wrapper)
 
-
 def make_painting(flow, out, **settings):
     """A trainer whose policy is the painter of the random toy; its adapters do something."""
     settings = {**PAINT, "out": str(out), "max_grad_norm": 1e9, "size": (64, 64), **settings}
@@ -1873,7 +1717,6 @@ def make_painting(flow, out, **settings):
     trainer = grpo.GRPOTrainer(painter.config, painter, ["a red fox", 'green "words"'])
     perturb(trainer.lora)
     return trainer
-
 
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 def test_painter_at_level_0_is_the_stock_pipeline(flow, monkeypatch, guidance):
@@ -1899,7 +1742,6 @@ def test_painter_at_level_0_is_the_stock_pipeline(flow, monkeypatch, guidance):
     kept = grpo.pil_to_tensor(painter.generate_with_tracking(prompts, 1, [1, 2])[0])
     assert (pictures[::2] - kept).abs().max() < 1.5 / 255
 
-
 @pytest.mark.parametrize("sigma", [0.9, 0.5, 0.1])
 def test_noise_and_drift_make_up_for_each_other(flow, sigma):
     """A wrong sign or factor lets latents leave the distribution that the DiT knows. Of one image, 3, all is
@@ -1911,7 +1753,6 @@ def test_noise_and_drift_make_up_for_each_other(flow, sigma):
     variance = (mean[1] - mean[0]).item() ** 2 + std**2
     assert variance == pytest.approx(next_sigma**2, abs=1e-6)
     assert std**2 > 1e-6  # or there is no noise to make up for
-
 
 def test_what_a_group_of_paintings_shares(flow):
     """Rewards must differ by the painting alone; all comes from the seed of the group, not from its batch."""
@@ -1927,7 +1768,6 @@ def test_what_a_group_of_paintings_shares(flow):
     for one, other in zip(alone, (path, logprobs, given)):
         assert torch.allclose(one, other[6:], atol=1e-5)
 
-
 def test_painter_works_where_its_weights_are(flow, monkeypatch):
     """Weights are NaN but in their own phase, and must not show in latents, pictures or log-probs."""
     results = []
@@ -1941,7 +1781,6 @@ def test_painter_works_where_its_weights_are(flow, monkeypatch):
         results.append([*samples, grpo.pil_to_tensor(images), logprobs])
     assert moves == ["ar", "dit", "dit", "dit"]
     assert all(torch.equal(off, on) for off, on in zip(*results))
-
 
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 def test_painter_and_trainer_agree_exactly(flow, tmp_path, guidance):
@@ -1957,7 +1796,6 @@ def test_painter_and_trainer_agree_exactly(flow, tmp_path, guidance):
     assert metrics["ratio_max"] == metrics["ratio_mean"] == 1
     assert metrics["sampler_gap"] == 0
     assert metrics["grad_norm"] > 0
-
 
 def test_gradient_of_the_painter(flow, tmp_path):
     """It must not depend on the micro-batch, and must reach all of the DiT's adapter, and nothing else."""
@@ -1978,7 +1816,6 @@ def test_gradient_of_the_painter(flow, tmp_path):
     assert all(part.any() for part in parts)
     for part in (painter.pipe.vision_language_encoder, painter.ar.dit_half):
         assert all(weight.grad is None for weight in part.parameters())
-
 
 def test_adapters_of_both_halves_elsewhere(flow, tmp_path, monkeypatch):
     """The README's way into the stock pipeline must give the painter that was trained, and draw."""
@@ -2002,7 +1839,6 @@ def test_adapters_of_both_halves_elsewhere(flow, tmp_path, monkeypatch):
     assert (base - trained).abs().max() > 0.01
     assert Image.open("fox.png").size == (64, 64)
 
-
 def test_painter_begins_with_the_adapter_of_the_other_half(flow, tmp_path, monkeypatch):
     """Both in turn: were it not loaded, the painter would be trained on drawings of the base model."""
     pytest.importorskip("peft")
@@ -2016,7 +1852,6 @@ def test_painter_begins_with_the_adapter_of_the_other_half(flow, tmp_path, monke
     assert torch.equal(drawn, expected[0]) and torch.allclose(logprobs, expected[1], atol=1e-5)
     assert not torch.equal(drawn, make_wrapper().sample(PROMPTS, 3, [1, 2])[0])
 
-
 @pytest.mark.parametrize("typed, word", [
     ("--kl-coef 0.01", "--kl-coef"), ("--micro-batch-size 4 --group-size 6", "--micro-batch-size"),
     ("--decode-steps 1", "--decode-steps")])
@@ -2026,11 +1861,9 @@ def test_settings_that_the_painter_refuses(flow, command, monkeypatch, typed, wo
     flags = "--model tiny --size 64 --kl-coef 0 --decode-steps 4"
     assert_refused(command(*flags.split(), *typed.split()), word)
 
-
 def become_a_painter():
     """What `python flow.py` does before grpo.main."""
     grpo.GLMImageWrapper = load_module(readme_code("flow.py"), "flow").Painter
-
 
 def test_painter_in_two_processes_and_resumed(flow, tmp_path, command, monkeypatch):
     """`python flow.py` is the same after a stop: all chance is in the seeds, all state is saved."""
@@ -2053,7 +1886,6 @@ def test_painter_in_two_processes_and_resumed(flow, tmp_path, command, monkeypat
     adapter = load_file(tmp_path / "one/adapter/adapter_model.safetensors")
     assert all("attn1" in name and weight.any() for name, weight in adapter.items())
 
-
 def test_painter_learns(flow, tmp_path):
     """A sign that is wrong in the log-prob or the step would make the pictures darker."""
     config = make_config(kl_coef=0.0, decode_steps=4, out=str(tmp_path / "run"), steps=15, size=(64, 64),
@@ -2064,22 +1896,18 @@ def test_painter_learns(flow, tmp_path):
     before, *_, after = [row["reward_fixed"] for row in rows_of(tmp_path / "run") if "reward_fixed" in row]
     assert after - before > 0.1
 
-
 # --- The README: its code is run as it stands, and what it says about grpo.py is true -----------------------
 README = (HERE / "README.md").read_text()
 FIELDS = dataclasses.fields(grpo.Config)
 PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
 
-
 def flag_of(field):
     return "--" + field.name.replace("_", "-")
-
 
 def readme_code(name):
     """The block of code whose first line is `# name`."""
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     return next(block for block in blocks if block.startswith(f"# {name}\n"))
-
 
 def load_module(code, name):
     """-> a module of this code, which knows where grpo.py is."""
@@ -2087,7 +1915,6 @@ def load_module(code, name):
     module.__file__ = str(HERE / "grpo.py")
     exec(code, module.__dict__)
     return module
-
 
 def run_use(name):
     """The block of the README for the stock pipeline, on the toy in this folder -> the module."""
@@ -2097,12 +1924,10 @@ def run_use(name):
         code = code.replace(old, new)
     return load_module(code, name)
 
-
 @pytest.fixture(scope="module", params=FROM_README)
 def gallery():
     """my_rewards.py of the README."""
     return load_module(readme_code("my_rewards.py"), "my_rewards")
-
 
 def test_clip_and_aesthetic_by_hand(gallery, monkeypatch, tmp_path):
     """A softmax, a logit scale, another prompt's padding, or layers in another order would show."""
@@ -2132,14 +1957,12 @@ def test_clip_and_aesthetic_by_hand(gallery, monkeypatch, tmp_path):
         assert float(cosines[i]) == pytest.approx(F.cosine_similarity(a, b, dim=0).item(), abs=1e-5)
         assert float(marks[i]) == pytest.approx(head(a / a.norm()).item(), abs=1e-5)
 
-
 READ = [  # prompt, what is read in the picture, score
     ('a sign "OPEN"', "OPEN", 1), ('a sign "OPEN"', " o P\nEN ", 1), ('a sign "OPEN"', "", 0),
     ('a sign "OPEN"', "OPEM", 3 / 4), ('a sign "OPEN"', "PEN", 3 / 4), ('a sign "OPEN"', "OPENS", 4 / 5),
     ('a sign "OPEN"', "CLOSED", 1 - 4 / 6), ('"one" and "two"', "one two", 1), ('"one", "two"', "one", 3 / 6),
     ("it says “stop”", "Stop", 1), ("招牌「你好世界」", "你 好", 2 / 4), ('a "café"', "cafe\u0301", 1),
     ("nothing to draw", "whatever", None)]
-
 
 @pytest.mark.parametrize("prompt, text, score", READ)
 def test_ocr_scores_what_is_read(gallery, monkeypatch, prompt, text, score):
@@ -2152,7 +1975,6 @@ def test_ocr_scores_what_is_read(gallery, monkeypatch, prompt, text, score):
     assert gallery.ocr(PAIR[:1], [prompt]) == [score if score is None else pytest.approx(score)]
     if score is not None:
         assert reader.decode.call_args.args[0].tolist() == [3, 4, 5, 6, 7, 8]  # without the question
-
 
 def test_ssim_lpips_and_jpeg_by_hand(gallery, monkeypatch):
     """SSIM window by window; LPIPS with a stand-in for its package, and without it a word what to install."""
@@ -2184,7 +2006,6 @@ def test_ssim_lpips_and_jpeg_by_hand(gallery, monkeypatch):
     with pytest.raises(ImportError, match="pip install lpips"):
         gallery.lpips([black], [""], [white])
 
-
 @pytest.mark.readme
 def test_the_judge_of_the_readme_asks_and_reads(monkeypatch):
     """The picture and the prompt must arrive; no number in the answer is no opinion."""
@@ -2205,7 +2026,6 @@ def test_the_judge_of_the_readme_asks_and_reads(monkeypatch):
     assert "an owl" in text["text"]
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
 
-
 @pytest.mark.readme
 def test_use_and_merge_of_the_readme(tmp_path, monkeypatch, sampled):
     """Both ways into the stock pipeline must give the policy that was trained, not the base, and draw."""
@@ -2224,7 +2044,6 @@ def test_use_and_merge_of_the_readme(tmp_path, monkeypatch, sampled):
         assert (score(wrapper, sampled) - expected).abs().max() < 1e-5
     assert Image.open("fox.png").size == (64, 64)
 
-
 @pytest.mark.readme
 def test_the_step_by_hand_of_the_readme(monkeypatch):
     """It must meet the sampler's log-probs, and move the adapters with a loss of 0."""
@@ -2233,7 +2052,6 @@ def test_the_step_by_hand_of_the_readme(monkeypatch):
     assert (step.new - step.logprobs).abs().max() < 1e-5
     assert abs(step.loss.item()) < 1e-6
     assert any(weight.any() for name, weight in step.lora.weights.items() if "lora_B" in name)
-
 
 @pytest.mark.readme
 def test_tensorboard_code_of_the_readme(finished, tmp_path, monkeypatch):
@@ -2250,7 +2068,6 @@ def test_tensorboard_code_of_the_readme(finished, tmp_path, monkeypatch):
     for events in (board.Scalars("reward_fixed"), board.Images("samples")):
         assert [event.step for event in events] == [0, 2, 4, 5]
 
-
 @pytest.mark.readme
 def test_targets_of_the_readme(tmp_path, command):
     """The file that it writes must be one that --prompts reads, with targets for `mse`."""
@@ -2261,7 +2078,6 @@ def test_targets_of_the_readme(tmp_path, command):
     flags = "--size 128 --steps 1 --reward mse --prompts targets.txt --out run"
     assert command(*SMALL, *flags.split())[0] == 0
     assert -1 < rows_of(tmp_path / "run")[1]["reward/mse"] < 0
-
 
 @pytest.mark.readme
 def test_own_reward_and_notebook_of_the_readme(tmp_path, command, monkeypatch):
@@ -2274,7 +2090,6 @@ def test_own_reward_and_notebook_of_the_readme(tmp_path, command, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     load_module(readme_code("notebook.py").replace("steps=20", "steps=1"), "notebook")
     assert "reward/sharp" in rows_of(tmp_path / "runs/mine")[1]
-
 
 @pytest.mark.readme
 def test_changes_of_the_readme(tmp_path):
@@ -2293,7 +2108,6 @@ def test_changes_of_the_readme(tmp_path):
     config = changed.Config(**grpo.TINY | settings)
     changed.GRPOTrainer(config, grpo.GLMImageWrapper(QUICK(0), config), ["a red fox", "green"]).train()
     assert len(rows_of(tmp_path / "run")) == 2
-
 
 @pytest.mark.readme
 def test_readme_tells_all_flags_and_their_defaults():
@@ -2315,7 +2129,6 @@ def test_readme_tells_all_flags_and_their_defaults():
             else:
                 assert field.type(value) == default, flag
 
-
 @pytest.mark.readme
 def test_links_and_numbers_of_the_readme():
     """Line links go stale with the first line that is added above them; so does the number of lines."""
@@ -2332,7 +2145,6 @@ def test_links_and_numbers_of_the_readme():
         assert (HERE / path).exists(), path
     assert f"{len(lines)} lines" in README
 
-
 # --- The benchmark: `python test_grpo.py --bench`, with the flags of grpo.py. Nothing here is a test. -------
 def clock(function, *args):
     """-> (seconds, what it returned); a GPU is waited for."""
@@ -2341,7 +2153,6 @@ def clock(function, *args):
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start, result
-
 
 def stock_seconds(wrapper, prompt, tokens):
     """An image the usual way: the pipeline samples and decodes it alone, then a pass of its own scores it.
@@ -2369,7 +2180,6 @@ def stock_seconds(wrapper, prompt, tokens):
         scored, _ = clock(wrapper.compute_logprobs, [prompt], tokens)
     return sampled + unspent[0] + decoded + scored
 
-
 def our_seconds(trainer, prompt, group_size):
     """One step on one prompt -> seconds of sample, decode, score and update, and the tokens."""
     prompts = [prompt] * group_size
@@ -2382,10 +2192,8 @@ def our_seconds(trainer, prompt, group_size):
         update, _ = clock(trainer.train_step, rollout)
     return (sample, decode, score, update), tokens
 
-
 def gib(*modules):
     return sum(weight.nbytes for module in modules for weight in module.parameters()) / 2**30
-
 
 def least_seconds(wrapper):
     """Of a token: the weights read once, at the speed of a copy measured here."""
@@ -2394,7 +2202,6 @@ def least_seconds(wrapper):
     seconds = min(clock(target.copy_, source)[0] for _ in range(5))
     language_model = wrapper.policy.model.language_model
     return gib(language_model.layers, language_model.norm, wrapper.policy.lm_head) * seconds / 2
-
 
 def bench(argv):
     """One table. Every ratio is of two medians measured in turn in this run."""
@@ -2446,12 +2253,10 @@ def bench(argv):
               f"{gib(pipe.text_encoder, pipe.transformer, pipe.vae):.1f} to decode, "
               f"{gib(ar.model.visual, ar.model.vqmodel):.1f} always on the CPU. No GPU was measured.")
 
-
 # --- The memory of a GPU, counted without one: `python test_grpo.py --memory`. Nothing here is a test. ------
 MEMORY = [  # size, prompts, group, micro-batch
     (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
     (1024, 1, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]
-
 
 def memory():
     """One table. What does not depend on the number of prompts is counted anew in every row."""
@@ -2476,7 +2281,6 @@ def memory():
             cells.append(f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}")
         print("|", " | ".join(cells), "|", flush=True)
 
-
 # --- What each choice is worth: `python test_grpo.py --ablate [seeds]`. Nothing here is a test. -------------
 def noise_of_its_own(decode):
     """Instead of one for the group: every image starts from other noise."""
@@ -2485,7 +2289,6 @@ def noise_of_its_own(decode):
         return decode(np.repeat(prompts, G).tolist(), tokens, [seed + i for seed in seeds for i in range(G)])
 
     return other
-
 
 ABLATIONS = {  # name: settings
     "as shipped": {},
@@ -2500,7 +2303,6 @@ ABLATIONS = {  # name: settings
     "2 updates per rollout": dict(num_iterations=2),
     "1 ratio per sequence": dict(importance="sequence"),
 }
-
 
 def ablate(seeds):
     """One table: mean reward of the last five of 40 steps, per seed, and mean and std over the seeds."""
@@ -2524,7 +2326,6 @@ def ablate(seeds):
         spread = statistics.stdev(values) if len(values) > 1 else math.nan
         cells = [f"{value:.3f}" for value in (*values, statistics.mean(values), spread)]
         print("| " + " | ".join([name, *cells]) + " |")
-
 
 if __name__ == "__main__":
     diffusers.utils.logging.set_verbosity_error()
