@@ -253,7 +253,6 @@ def test_rewards_take_any_sequence_of_numbers(values):
     total, components = grpo.compute_rewards(*blank(2), rewards)
     assert total.tolist() == [-4.0, -8.0]
     assert components["a"].tolist() == [1.0, 2.0] and components["b"].tolist() == [10.0, 20.0]
-    assert components["a"].dtype == torch.float32
 
 def test_a_reward_changes_nothing_for_others():
     """Neither by painting over a picture, nor by set_grad_enabled(False): nothing would learn any more."""
@@ -341,17 +340,20 @@ def test_lora_starts_as_the_identity_and_switches_off_exactly(wrapper, sampled):
     assert torch.equal(score(ours, sampled), moved)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_the_adapters_train(sampled, dtype):
+def test_only_the_adapters_train(dtype):
     """All else is frozen; they are fp32 also in bf16, where 0.02 plus a step of 5e-5 is 0.02."""
-    wrapper, lora = make_adapted(dtype)
-    wrapper.compute_logprobs(*sampled[:2])[0].sum().backward()
+    wrapper, lora = make_adapted(dtype, top_p=0.6)
+    tokens, _, allowed = wrapper.sample(PROMPTS, 1, seeds=[1, 2])
+    logprobs, entropy = wrapper.compute_logprobs(PROMPTS, tokens, allowed)
+    (logprobs + entropy).sum().backward()  # 0 * log 0 outside the nucleus would make it NaN
     six = "self_attn.q self_attn.k self_attn.v self_attn.o mlp.gate_up mlp.down".split()
     names = [f"model.language_model.layers.{i}.{name}_proj.lora_{AB}.weight"
              for i in range(2) for name in six for AB in "AB"]
     assert list(lora.weights) == names
     for name, weight in lora.weights.items():
         assert weight.shape["lora_B" in name] == 4  # the rank
-        assert weight.dtype == weight.grad.dtype == torch.float32 and weight.grad.any()
+        assert weight.dtype == weight.grad.dtype == torch.float32
+        assert weight.grad.isfinite().all() and weight.grad.any()
     for part in (wrapper.policy, wrapper.dit_half):
         assert all(not weight.requires_grad and weight.grad is None for weight in part.parameters())
     assert not wrapper.ar_half.training and not wrapper.dit_half.training
@@ -479,15 +481,6 @@ def test_no_chance_falls_out_of_the_nucleus(monkeypatch, chance, first):
     assert torch.equal(tokens, allowed.argmax(dim=2) if first else last)
     assert (tokens > 0).any()
 
-@pytest.mark.parametrize("top_p", [1.0, 0.6])
-def test_the_gradient_of_the_entropy(top_p):
-    """A bonus for entropy is one line in the loss; 0 * log 0 outside the nucleus would make it NaN."""
-    wrapper, lora = make_adapted(top_p=top_p)
-    tokens, _, allowed = wrapper.sample(PROMPTS, 1, seeds=[1, 2])
-    wrapper.compute_logprobs(PROMPTS, tokens, allowed)[1].sum().backward()
-    for weight in lora.weights.values():
-        assert weight.grad.isfinite().all() and weight.grad.any()
-
 # --- GLM-Image: from tokens to pictures ---------------------------------------------------------------------
 def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
     """But for rounding, a grey level. The VAE works image by image: four at once take 9 GiB more at 1024."""
@@ -564,7 +557,8 @@ def test_offloading_changes_nothing_and_moves_once_a_phase(tmp_path, monkeypatch
         trainer = make_trainer(out, offload=offload, steps=1, micro_batch_size=2)
         moves = hide_weights(trainer.wrapper, monkeypatch) if offload == "on" else []
         trainer.train()
-        files = [path.read_bytes() for path in sorted(out.rglob("*.[ps][na]*"))]  # pictures, adapter
+        paths = sorted(out.rglob("*.png")) + sorted(out.rglob("*.safetensors"))
+        files = [path.read_bytes() for path in paths]
         runs.append((rows_of(out), files))
     assert moves == ["ar", "dit"] + ["ar", "dit", "ar"] + ["ar", "dit"]  # pictures, a step, pictures
     assert len(files) == 4 and trainer.history[1]["grad_norm"] > 0
@@ -847,8 +841,7 @@ def test_ratio_is_one_until_the_first_update(tmp_path, top_p):
     assert once["kl"] == once["clip_frac"] == 0
     trainer.config.num_iterations = 2
     twice = trainer.train_step(make_rollout(trainer, step=2))
-    assert twice["ratio_max"] > 1.001
-    assert 0 < twice["kl"] < 100
+    assert twice["ratio_max"] > 1.001 and 0 < twice["kl"] < 100
     assert max(once["sampler_gap"], twice["sampler_gap"]) < 1e-5
 
 @pytest.mark.parametrize("kl_coef, passes", [(0.1, 4), (0.0, 2)])
@@ -1232,15 +1225,13 @@ def command(tmp_path, monkeypatch, capsys):
 def assert_refused(outcome, word):
     """Exit code 2 and one line that has this word."""
     code, _, error = outcome
-    assert code == 2
-    assert error.startswith("grpo.py: error: ") and error.count("\n") == 1 and word in error, error
+    assert code == 2 and error.startswith("grpo.py: error: ") and error.count("\n") == 1, error
+    assert word in error
 
 def assert_same_adapters(one, other):
     """Of two runs, to 1e-5."""
     one, other = (load_file(out / "adapter/adapter_model.safetensors") for out in (one, other))
-    assert one.keys() == other.keys()
-    for name, weight in one.items():
-        assert (weight - other[name]).abs().max() < 1e-5, name
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 def test_two_gpus_do_what_one_does(tmp_path, command):
     """Three steps in one process = two steps in two and, resumed, one in one: all must have crossed over."""
@@ -1507,8 +1498,7 @@ def test_it_learns(run):
         pictures = [sheet.crop((i * 128, 0, i * 128 + 128, 128)) for sheet in sheets]
         before, after = grpo.reward_color(pictures, [prompt] * 2)
         gains.append(float(after - before))
-    assert min(gains) > 0
-    assert np.mean(gains) > 0.1
+    assert min(gains) > 0 and np.mean(gains) > 0.1
 
 WRONG = """--group-size 1, --group-size four, --size 0, --size -64, --size 64x, --size big, --size 64x128x256,
     --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0, --seed -1,
@@ -1753,13 +1743,11 @@ def test_painter_and_trainer_agree_exactly(flow, tmp_path, guidance):
     rollout = make_rollout(trainer)
     assert rollout["logprobs"].std() > 0 and rollout["logprobs"].abs().max() < 5  # a mean of pixels
     metrics = trainer.train_step(rollout)
-    assert metrics["sampler_gap"] == 0
-    assert metrics["ratio_max"] > 1 + 1e-6
+    assert metrics["sampler_gap"] == 0 and metrics["ratio_max"] > 1 + 1e-6
     trainer.config.num_iterations = 1
     metrics = trainer.train_step(make_rollout(trainer, step=2))
     assert metrics["ratio_max"] == metrics["ratio_mean"] == 1
-    assert metrics["sampler_gap"] == 0
-    assert metrics["grad_norm"] > 0
+    assert metrics["sampler_gap"] == 0 and metrics["grad_norm"] > 0
 
 def test_gradient_of_the_painter(flow, tmp_path):
     """It must not depend on the micro-batch, and must reach all of the DiT's adapter, and nothing else."""
