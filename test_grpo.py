@@ -452,9 +452,10 @@ def test_sampling_is_transformers_own_decoding_row_by_row(top_p):
     tokens, logprobs, allowed = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
     chance = torch.cat([torch.rand(3, 10, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
     for row in range(6):
-        ids, mask, _ = wrapper.encode([PROMPTS[row // 3]])
+        ids, _, _ = wrapper.encode([PROMPTS[row // 3]])
+        L = ids.shape[1]
         grids = dict(image_grid_thw=torch.tensor([[1, 4, 2], [1, 2, 1]]), images_per_sample=torch.tensor([2]))
-        out = wrapper.policy(input_ids=ids, attention_mask=mask[:, :-10].long(), use_cache=True, **grids)
+        out = wrapper.policy(input_ids=ids, attention_mask=torch.ones(1, L), use_cache=True, **grids)
         for i in range(10):
             logits = out.logits[0, -1, :8] / 0.9
             probs, order = logits.softmax(dim=0).sort(descending=True)
@@ -466,7 +467,7 @@ def test_sampling_is_transformers_own_decoding_row_by_row(top_p):
             assert code == tokens[row, i]
             assert abs(logp[code] - logprobs[row, i]) < 1e-5
             assert torch.equal(grpo.unpack_bits(allowed[row, i]), nucleus)
-            out = wrapper.policy(input_ids=code.view(1, 1), attention_mask=mask[:, :i - 9 or None].long(),
+            out = wrapper.policy(input_ids=code.view(1, 1), attention_mask=torch.ones(1, L + i + 1),
                                  use_cache=True, past_key_values=out.past_key_values)
     assert (grpo.unpack_bits(allowed).sum(dim=2) == 8).all() == (top_p == 1)
 
@@ -616,7 +617,6 @@ class FakeGPU(TorchDispatchMode):
     """`meta` stands for the GPU, the CPU is the host. Every operation passes through here. A storage counts
     from the operation that makes it until nobody holds it any more, in blocks of 512 bytes, as on a GPU.
     Weights are added by hand: with offloading, those of a half inside its `on_device` alone."""
-
     def __init__(self, *halves):
         super().__init__()
         self.alive = {}  # storages: a weak reference, bytes
