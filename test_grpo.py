@@ -1341,7 +1341,7 @@ def wait_in_step_two():
     def waits(trainer, step):
         if step == 2:
             Path("waiting").touch()
-            time.sleep(300)
+            time.sleep(60)
         return rollout(trainer, step)
 
     grpo.GRPOTrainer.rollout = waits
