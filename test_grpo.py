@@ -1,38 +1,13 @@
 """Tests of grpo.py: identities, mostly, on a toy of random weights. `pytest -q`: no network, no GPU."""
-import contextlib
-import copy
-import dataclasses
-import functools
-import importlib.util
-import inspect
-import io
-import json
-import math
-import multiprocessing
-import os
-import random
-import re
-import shutil
-import signal
-import socket
-import statistics
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-import typing
-import warnings
+import contextlib, copy, dataclasses, functools, inspect, io, json, math, multiprocessing, os, random
+import re, shutil, signal, socket, statistics, subprocess, sys, tempfile, time, types, typing, warnings
 import weakref
 from pathlib import Path
 from unittest import mock
 
-import diffusers
+import diffusers, pytest, torch, transformers
 import numpy as np
-import pytest
-import torch
 import torch.nn.functional as F
-import transformers
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,36 +18,31 @@ import grpo
 torch.set_num_threads(1)  # two would wait for each other, busily, where the machine does other work
 HERE = Path(__file__).parent
 PROMPTS = ["a red fox on a wall", "yellow"]  # of different length, so that one of them is padded
-make_tiny_pipeline = grpo.make_tiny_pipeline  # before tests put a quicker one in its place
-
+make_tiny_pipeline = grpo.make_tiny_pipeline  # before tests put the quick one in its place
+QUICK = functools.partial(make_tiny_pipeline, warmup_steps=0)  # the toy with random weights
 
 def make_config(**settings):
     """64 wide and 128 high is not square: a draft of 2 x 1 and a large grid of 4 x 2 tokens."""
     settings = {"size": (64, 128), "temperature": 0.9, "batch_size": 2, "steps": 4, **settings}
     return grpo.Config(**{**grpo.TINY, **settings})
 
-
 def make_wrapper(**settings):
     """A fresh toy of random weights."""
-    return grpo.GLMImageWrapper(make_tiny_pipeline(0, warmup_steps=0), make_config(**settings))
-
+    return grpo.GLMImageWrapper(QUICK(0), make_config(**settings))
 
 def make_trainer(out, **settings):
-    """A trainer of the random toy: 2 prompts x 4 images of 64 x 128 a step. Nothing is written until `train`."""
-    config = make_config(**{"out": str(out), "temperature": None, **settings})
-    wrapper = grpo.GLMImageWrapper(make_tiny_pipeline(0, warmup_steps=0), config)
+    """A trainer of the random toy: 2 prompts x 4 images of 64 x 128 a step; `train` is the first to write."""
+    wrapper = make_wrapper(**{"out": str(out), "temperature": None, **settings})
     prompts = ["a red fox", "some yellow thing here", "green"]
     targets = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
-    return grpo.GRPOTrainer(config, wrapper, prompts, targets=targets)
-
+    return grpo.GRPOTrainer(wrapper.config, wrapper, prompts, targets=targets)
 
 def make_rollout(trainer, step=1):
     """What `train` hands to `train_step`."""
     rollout, _ = trainer.rollout(step)
-    config = trainer.config
-    rollout["advantages"] = grpo.compute_advantages(rollout["rewards"], config.group_size, config.scale_rewards)
+    rollout["advantages"] = grpo.compute_advantages(
+        rollout["rewards"], trainer.config.group_size, trainer.config.scale_rewards)
     return rollout
-
 
 def perturb(lora):
     """Adapters that do something: B starts at 0."""
@@ -80,18 +50,15 @@ def perturb(lora):
     for weight in lora.weights.values():
         weight.data.add_(0.1 * torch.randn_like(weight))
 
-
 @pytest.fixture(scope="session")
 def wrapper():
     return make_wrapper()
-
 
 @pytest.fixture(scope="session")
 def sampled(wrapper):
     """Two groups of three samples: prompts of the six rows, tokens, log-probs."""
     tokens, logprobs, _ = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
     return [p for p in PROMPTS for _ in range(3)], tokens, logprobs
-
 
 def make_adapted(dtype=torch.float32, **settings):
     """A fresh toy and adapters that do something."""
@@ -102,15 +69,12 @@ def make_adapted(dtype=torch.float32, **settings):
     perturb(lora)
     return wrapper, lora
 
-
 def make_real(device):
-    """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the toy's words,
-    but the real draft of 16 x 16 tokens. The sizes are the defaults of the classes, or stand here; VAE and
-    text encoder are taken to be CogView4's and about ByT5 small's."""
+    """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the toy's words.
+    VAE and text encoder are taken to be CogView4's and about ByT5 small's."""
     V = 16384
     home = "meta" if device == "meta" else "cpu"
-    rope = dict(
-        rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=(8, 12, 12))
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=(8, 12, 12))
     config = transformers.GlmImageConfig(
         text_config=dict(eos_token_id=V + 1, pad_token_id=V + 2, rope_parameters=rope),
         image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4)
@@ -120,8 +84,8 @@ def make_real(device):
         ar = transformers.GlmImageForConditionalGeneration(config).to(home)
         t5 = transformers.T5EncoderModel(glyphs).to(home)
         dit = diffusers.GlmImageTransformer2DModel(
-            in_channels=16, out_channels=16, prior_vq_quantizer_codebook_size=V, attention_head_dim=128,
-            num_attention_heads=32).to(home)
+            in_channels=16, out_channels=16, prior_vq_quantizer_codebook_size=V,
+            attention_head_dim=128, num_attention_heads=32).to(home)
         vae = diffusers.AutoencoderKL(
             down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
             block_out_channels=(128, 512, 1024, 1024), layers_per_block=3, latent_channels=16,
@@ -132,11 +96,9 @@ def make_real(device):
     del toy.processor._get_target_shape
     return diffusers.GlmImagePipeline(toy.tokenizer, toy.processor, t5, ar, vae, dit, toy.scheduler)
 
-
 def tensors_of(*modules):
     """Parameters and buffers."""
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-
 
 def score(wrapper, sampled):
     """Log-probs of the trainer's pass, without a gradient."""
@@ -144,29 +106,16 @@ def score(wrapper, sampled):
     with torch.no_grad():
         return wrapper.compute_logprobs(prompts, tokens)[0]
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The maths
-
-
-def test_advantages_by_hand():
-    """Guards the z-score: unbiased std, per group, in order; "batch" with the std of all, "none" without."""
-    rewards = torch.tensor([1.0, 2.0, 3.0, 4.0, 10.0, 10.0, 10.0, 14.0])
-    centred = torch.tensor([-1.5, -0.5, 0.5, 1.5, -1.0, -1.0, -1.0, 3.0])
-    z_scores = torch.tensor([-1.1619, -0.3873, 0.3873, 1.1619, -0.5, -0.5, -0.5, 1.5])
-    assert torch.allclose(grpo.compute_advantages(rewards.tolist(), 4), z_scores, atol=1e-4)
-    assert torch.allclose(grpo.compute_advantages(rewards, 4, "batch"), centred / rewards.std())
-    assert torch.equal(grpo.compute_advantages(rewards, 4, "none"), centred)
-
-
-@pytest.mark.parametrize("value", [0.1, 0.3, 1 / 3, 1e8, -7.7])
+# --- The maths ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_equal_rewards_give_exact_zeros(value, scale):
-    """The float mean of six times 0.3 is not 0.3; divided by a tiny std that was an advantage of 0.03."""
-    got = grpo.compute_advantages([value] * 6 + [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 6, scale)
-    assert got[:6].tolist() == [0.0] * 6
-    assert got[6:].abs().sum() > 0
-
+def test_advantages_by_hand(scale):
+    """The mean of six 0.3s is not 0.3 in floats: over a tiny std that was an advantage of 0.03, not of 0."""
+    groups = np.array([[1, 2, 3, 4, 10, 14], [7, 6, 5, -1, 0, 0], [0.3] * 6, [-7.7] * 6])
+    std = dict(group=groups.std(axis=1, ddof=1, keepdims=True), batch=groups.std(ddof=1), none=1)[scale]
+    by_hand = (groups - groups.mean(axis=1, keepdims=True)) / (std + 1e-6)
+    got = grpo.compute_advantages(groups.flatten().tolist(), 6, scale).view(4, 6)
+    assert got[:2].tolist() == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in by_hand[:2]]
+    assert not got[2:].any()
 
 @pytest.mark.parametrize("rewards, group_size, scale", [
     ([1.0, 2.0], 1, "group"), ([1.0, 2.0, 3.0], 2, "group"), ([1.0, math.nan], 2, "group"),
@@ -176,32 +125,22 @@ def test_advantages_refuse_what_makes_no_groups(rewards, group_size, scale):
     with pytest.raises(ValueError):
         grpo.compute_advantages(rewards, group_size, scale)
 
-
-@pytest.mark.parametrize("ratio, advantage, surrogate, moves", [
-    (1.5, 1.0, 1.2, False),  # better and already much likelier: clipped, no gradient
-    (1.5, -1.0, -1.5, True),  # worse but much likelier: the full push back
-    (0.5, 1.0, 0.5, True),  # better but much rarer: the full pull
-    (0.5, -1.0, -0.8, False),  # worse and already much rarer: clipped, no gradient
+@pytest.mark.parametrize("ratio, advantage, high, surrogate, moves", [
+    (1.5, 1.0, None, 1.2, False),  # better and already much likelier: clipped, no gradient
+    (1.5, -1.0, None, -1.5, True),  # worse but much likelier: the full push back
+    (0.5, 1.0, None, 0.5, True),  # better but much rarer: the full pull
+    (0.5, -1.0, None, -0.8, False),  # worse and already much rarer: clipped, no gradient
+    (1.3, 1.0, 0.4, 1.3, True), (1.5, 1.0, 0.4, 1.4, False), (0.7, -1.0, 0.4, -0.8, False),
+    (1.3, 1.0, 0.0, 1.0, False),  # 0 is a bound too
 ])
-def test_the_four_cases_of_the_clip(ratio, advantage, surrogate, moves):
-    """Guards the min: with max, or with the clip alone, two of the four are wrong."""
+def test_the_clip_by_hand(ratio, advantage, high, surrogate, moves):
+    """Guards the min: with max, or with the clip alone, two of the first four are wrong."""
     new = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1), torch.tensor([advantage]))
+    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1), torch.tensor([advantage]), 0.2, high)
     loss.backward()
-    assert loss.item() == pytest.approx(-surrogate)
-    assert (new.grad.abs().item() > 0) == moves
+    assert new.grad.any() == moves
     expected = dict(loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, ratio_max=ratio)
     assert metrics == pytest.approx({**expected, "clip_frac": float(not moves)})  # and no KL
-
-
-@pytest.mark.parametrize("high, surrogates", [
-    (0.4, [1.3, -0.8, 1.4]), (None, [1.2, -0.8, 1.2]), (0.0, [1.0, -0.8, 1.0])])  # 0 is a bound too
-def test_clip_range_high_moves_the_upper_bound_only(high, surrogates):
-    """DAPO: the ratios 1.3, 0.7, 1.5 with a lower bound of 0.8 throughout."""
-    new = torch.tensor([1.3, 0.7, 1.5]).log()
-    loss, _ = grpo.compute_grpo_loss(new, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0]), 0.2, high)
-    assert loss.item() == pytest.approx(-sum(surrogates) / 3)
-
 
 @pytest.mark.parametrize("delta, kl", [
     (0.0, 0.0), (1.0, math.e - 2), (-2.0, math.exp(-2) + 1), (-1000.0, 999.0),
@@ -219,17 +158,13 @@ def test_k3_by_hand_and_at_the_extremes(delta, kl):
     slope = 1 - math.exp(delta) if delta < 20 else 0
     assert new.grad.item() == pytest.approx(0.5 * slope, rel=0.01)
 
-
 def test_gspo_is_the_ratio_of_the_mean():
     """One ratio a sequence: tokens that moved by +1 and -1 cancel, where token ratios would be clipped."""
     new = torch.tensor([[1.0, -1.0], [0.3, 0.1]])
-    advantages = torch.tensor([1.0, -1.0])
-    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(2, 2), advantages, importance="sequence")
+    loss, metrics = grpo.compute_grpo_loss(
+        new, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), importance="sequence")
     assert loss.item() == pytest.approx(-(1 - math.exp(0.2)) / 2)
     assert metrics["ratio_max"] == pytest.approx(math.exp(0.2))
-    token, _ = grpo.compute_grpo_loss(new, torch.zeros(2, 2), advantages)
-    assert abs(token.item() - loss.item()) > 0.1
-
 
 def test_a_log_prob_per_sequence_is_a_row_of_one_token():
     """Guards the broadcasting of advantages: [N] against [N, T] would silently give [N, N] when N = T."""
@@ -243,7 +178,6 @@ def test_a_log_prob_per_sequence_is_a_row_of_one_token():
         losses.append(loss.item())
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
-
 def test_gradient_at_the_old_policy_is_reinforce():
     """Why a loss of 0 still learns; and only `new` carries a gradient."""
     new = torch.randn(6, 5, requires_grad=True)
@@ -256,23 +190,9 @@ def test_gradient_at_the_old_policy_is_reinforce():
     assert torch.allclose(ours, by_hand, atol=1e-7) and ours.abs().sum() > 0
     assert others == [None, None]
 
-
-def test_masked_logprobs_are_a_distribution_over_the_allowed_codes():
-    """What is cut away has no mass and no gradient; what stays keeps its proportions."""
-    logits = torch.randn(3, 8, requires_grad=True)
-    allowed = torch.tensor([True, False] * 4)
-    logp = grpo.compute_policy_logprobs(logits, allowed)
-    assert torch.equal(logp.exp()[:, ~allowed], torch.zeros(3, 4))
-    assert torch.allclose(logp.exp().sum(dim=1), torch.ones(3))
-    assert torch.allclose(logp[:, 0] - logp[:, 2], logits[:, 0] - logits[:, 2], atol=1e-6)
-    logp[:, 0].sum().backward()
-    assert logits.grad[:, allowed].isfinite().all() and not logits.grad[:, ~allowed].any()
-    assert torch.equal(grpo.compute_policy_logprobs(logits), logits.log_softmax(dim=1))
-
-
 @pytest.mark.parametrize("top_p", [0.3, 0.75, 1.0])
 def test_the_nucleus_is_the_smallest_set_that_holds_its_mass(top_p):
-    """By the definition, not by the library: the likeliest codes, and without the last one too few."""
+    """The likeliest codes, and without the last one too few; a nucleus must come back from its bits."""
     torch.manual_seed(0)
     probs = (2 * torch.randn(100, 32)).softmax(dim=1)
     inside = grpo.find_nucleus(probs.log(), top_p)
@@ -280,22 +200,11 @@ def test_the_nucleus_is_the_smallest_set_that_holds_its_mass(top_p):
     least = probs.masked_fill(~inside, 2).amin(dim=1)
     assert (mass > top_p - 1e-6).all() and (mass - least < top_p).all()
     assert (least > probs.masked_fill(inside, -1).amax(dim=1)).all()
+    packed = grpo.pack_bits(inside)
+    assert packed.shape == (100, 4) and packed.dtype == torch.uint8
+    assert torch.equal(grpo.unpack_bits(packed), inside)
 
-
-def test_nuclei_are_packed_into_bits():
-    """The first code in the lowest bit; a nucleus that comes back as another would score other codes."""
-    torch.manual_seed(0)
-    mask = torch.rand(5, 3, 16) < 0.5
-    packed = grpo.pack_bits(mask)
-    assert packed.dtype == torch.uint8
-    assert np.array_equal(packed, np.packbits(mask, axis=-1, bitorder="little"))
-    assert torch.equal(grpo.unpack_bits(packed), mask)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Rewards
-
-
+# --- Rewards ------------------------------------------------------------------------------------------------
 def test_pictures_survive_the_round_trip():
     """Every 8-bit value, exactly: 0.999 * 255 truncated instead of rounded loses one."""
     ramp = np.arange(256 * 6, dtype=np.uint8).reshape(2, 256, 3)
@@ -304,7 +213,6 @@ def test_pictures_survive_the_round_trip():
     assert tensor.shape == (2, 3, 2, 256) and tensor.min() == 0 and tensor.max() == 1
     assert [i.tobytes() for i in grpo.tensor_to_pil(tensor)] == [i.tobytes() for i in images]
     assert grpo.pil_to_tensor([Image.new("RGBA", (4, 2), "red")]).shape == (1, 3, 2, 4)
-
 
 @pytest.mark.parametrize("color, prompt, reward", [
     ("red", "A RED thing", 1), ("red", "a blue thing", 1 / 3), ("orange", "an orange one", 1),
@@ -320,7 +228,6 @@ def test_color_reward(color, prompt, reward):
     image.paste("white", (0, 0, 4, 2))
     assert grpo.reward_color([image], ["white"])[0] == pytest.approx(0.5)
 
-
 def test_mse_reward():
     """Equal is 0, a fifth of white off is -1/25; a target of another size is resized, bicubic."""
     black = Image.new("RGB", (32, 16))
@@ -330,16 +237,13 @@ def test_mse_reward():
     resized = target.resize((32, 16), Image.BICUBIC)
     assert grpo.reward_mse([resized], [""], [target]).item() == 0
 
-
 def blank(n):
     """Images, prompts and targets for rewards that do not look at them."""
     return [Image.new("RGB", (8, 8)) for _ in range(n)], [f"prompt {i}" for i in range(n)], [None] * n
 
-
 def reward_of(values):
     """A reward of these values."""
     return lambda images, prompts, targets: values
-
 
 @pytest.mark.parametrize("values", [
     [1, 2.0], (True, 2), np.array([1, 2], np.float16), torch.tensor([1, 2]), torch.tensor([[1.0], [2.0]]),
@@ -350,83 +254,39 @@ def test_rewards_take_any_sequence_of_numbers(values):
     total, components = grpo.compute_rewards(*blank(2), rewards)
     assert total.tolist() == [-4.0, -8.0]
     assert components["a"].tolist() == [1.0, 2.0] and components["b"].tolist() == [10.0, 20.0]
-    assert components["a"].dtype == torch.float32
-
-
-def test_no_opinion_counts_as_the_mean_of_the_group():
-    """None moves no advantage: the mean of its group, 0 where a whole group has none, and NaN in the log."""
-    a = [1.0, None, 3.0, None, None, None]
-    b = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0]
-    rewards = {"a": (reward_of(a), 1.0), "b": (reward_of(b), 2.0)}
-    total, components = grpo.compute_rewards(*blank(6), rewards, group_size=3)
-    assert total.tolist() == [3.0, 4.0, 5.0, 2.0, 4.0, 6.0]
-    assert components["a"].isnan().tolist() == [False, True, False, True, True, True]
-    assert grpo.compute_advantages(total, 3)[1] == 0
-
-
-def test_group_normalisation_forgets_the_scales():
-    """By hand: z-scores of each component in its group, then the weights. A component a million times another
-    counts as much as its weight says; one that is equal in a group counts nothing there."""
-    a = [1e6, 3e6, 5.0, 5.0]
-    rewards = {"a": (reward_of(a), 1.0), "b": (reward_of([0.2, 0.1, 0.4, 0.8]), 3.0)}
-    total, components = grpo.compute_rewards(*blank(4), rewards, group_size=2, norm="group")
-    z = math.sqrt(0.5)
-    assert total.tolist() == pytest.approx([-z + 3 * z, z - 3 * z, -3 * z, 3 * z], rel=1e-4)
-    assert components["a"].tolist() == a  # the log shows them as they came
-
 
 def test_a_reward_changes_nothing_for_others():
-    """One that resizes its picture in place, or empties a list, would decide what the next one scores."""
+    """Neither by painting over a picture, nor by set_grad_enabled(False): nothing would learn any more."""
     def spoil(images, prompts, targets):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
         for image in (*images, *targets):
             image.paste("red", (0, 0, 8, 8))
         for values in (images, prompts, targets):
             values.clear()
-        return [0.0]
+        return answers.pop()
 
     def look(images, prompts, targets):
         pixels = [image.getpixel((0, 0)) for image in (*images, *targets)]
-        seen.append([pixels, prompts])
+        seen.append([pixels, prompts, torch.is_grad_enabled(), torch.get_default_dtype()])
         return [0.0]
 
     seen = []
-    images, prompts, _ = blank(1)
-    targets = [Image.new("RGB", (8, 8), "blue")]
-    grpo.compute_rewards(images, prompts, targets, {"spoil": (spoil, 1.0), "look": (look, 1.0)})
-    look(images, prompts, targets)  # the caller's own
-    assert seen == [[[(0, 0, 0), (0, 0, 255)], ["prompt 0"]]] * 2
-
-
-def test_what_a_reward_sets_in_torch_ends_with_it():
-    """After set_grad_enabled(False) in a reward nothing learns, without any error."""
-    def meddle(*_):
-        torch.set_grad_enabled(False)
-        torch.set_default_dtype(torch.float64)
-        return values
-
-    def look(*_):
-        seen.append((torch.is_grad_enabled(), torch.get_default_dtype()))
-        return [0.0]
-
-    seen = []
-    rewards = {"meddle": (meddle, 1.0), "look": (look, 1.0)}
-    values = [0.0]
-    grpo.compute_rewards(*blank(1), rewards)
-    values = None  # an error
+    answers = [None, [0.0]]  # the second is an error
+    given = blank(1)[0], ["a fox"], [Image.new("RGB", (8, 8), "blue")]
+    rewards = {"spoil": (spoil, 1.0), "look": (look, 1.0)}
+    grpo.compute_rewards(*given, rewards)
     with pytest.raises(RuntimeError):
-        grpo.compute_rewards(*blank(1), rewards)
-    look()  # also for the caller
-    assert seen == [(True, torch.float32)] * 2
-
+        grpo.compute_rewards(*given, rewards)
+    look(*given)  # the caller
+    assert seen == [[[(0, 0, 0), (0, 0, 255)], ["a fox"], True, torch.float32]] * 2
 
 @pytest.mark.parametrize("reward, cause", [
     (lambda *_: 1 / 0, ZeroDivisionError),
     (lambda *_: sys.exit("no key"), SystemExit),
     (reward_of(None), TypeError),
-    (reward_of(["a", "b"]), ValueError),
     (reward_of(torch.zeros(2, 2)), (RuntimeError, ValueError)),
     (reward_of([0.0, 0.0, 0.0]), ValueError),
-    (reward_of([0.0]), ValueError),
     (reward_of([0.0, -math.inf]), ValueError),
     (reward_of([None, math.nan]), ValueError),
 ])
@@ -437,32 +297,24 @@ def test_a_reward_that_gives_no_numbers_is_named(reward, cause):
         grpo.compute_rewards(*blank(2), rewards)
     assert isinstance(error.value.__cause__, cause)
 
-
-@pytest.fixture
-def own(tmp_path):
-    """A file of rewards: what it has loaded counts the images that both have seen."""
-    path = tmp_path / "own.py"
-    path.write_text(
-        "import itertools, torch\n"
-        "torch.set_default_dtype(torch.float64)\n"
-        "count = itertools.count()\n"
-        "def a(images, prompts, targets): return [next(count) for _ in images]\n"
-        "b = a\n")
-    return path
-
-
-def test_rewards_are_loaded_with_their_weights(own):
+def test_rewards_are_loaded_with_their_weights(tmp_path):
     """Two rewards of a file share what it loads: run for each of them, it would load its model twice."""
+    own = tmp_path / "own.py"
+    own.write_text("""
+import itertools, torch
+torch.set_default_dtype(torch.float64)
+count = itertools.count()  # the images that both have seen
+def a(images, prompts, targets): return [next(count) for _ in images]
+b = a
+""")
     rewards = grpo.load_rewards(f"color=2, mse,{own}:a,{own}:b=.5")
-    assert rewards["color"] == (grpo.reward_color, 2.0)
-    assert rewards["mse"] == (grpo.reward_mse, 1.0)
-    assert list(rewards) == ["color", "mse", "own.py:a", "own.py:b"]
+    assert rewards.pop("color") == (grpo.reward_color, 2.0)
+    assert rewards.pop("mse") == (grpo.reward_mse, 1.0)
     assert torch.get_default_dtype() == torch.float32
-    mine = {name: rewards[name] for name in ("own.py:a", "own.py:b")}
-    total, components = grpo.compute_rewards(*blank(2), mine)
+    total, components = grpo.compute_rewards(*blank(2), rewards)
+    assert list(components) == ["own.py:a", "own.py:b"]
     assert components["own.py:a"].tolist() == [0.0, 1.0] and components["own.py:b"].tolist() == [2.0, 3.0]
     assert total.tolist() == [1.0, 2.5]
-
 
 def test_prompts_file(tmp_path):
     """A byte order mark, comments and blank lines are no prompts; a target is found beside the file."""
@@ -473,24 +325,9 @@ def test_prompts_file(tmp_path):
     assert prompts == ["a red fox", "plain"]
     assert targets[0].mode == "RGB" and targets[0].size == (3, 3) and targets[1] is None
 
-
-def test_shipped_prompts():
-    """About 40, each naming one colour of the reward, the first 8 all of them, many with words to draw."""
-    prompts, _ = grpo.load_prompts(HERE / "prompts.txt")
-    words = [re.findall("[a-z]+", prompt.lower()) for prompt in prompts]
-    named = [[word for word in line if word in grpo.COLORS] for line in words]
-    assert 35 <= len(prompts) <= 45 and all(len(words) == 1 for words in named)
-    assert {words[0] for words in named[:8]} == set(grpo.COLORS)
-    assert sum('"' in prompt for prompt in prompts) >= 15
-
-
-# ------------------------------------------------------------------------------------------------------------
-# LoRA
-
-
+# --- LoRA ---------------------------------------------------------------------------------------------------
 def test_lora_starts_as_the_identity_and_switches_off_exactly(wrapper, sampled):
-    """The reference policy is the model with its adapters off: bit for bit, or the KL is of something else.
-    They come back on, also after an error."""
+    """Or the KL is of something else than the base model; adapters come back on, also after an error."""
     base = score(wrapper, sampled)
     ours = make_wrapper()
     lora = grpo.LoRA(ours.policy, ours.TARGETS, rank=4)
@@ -503,65 +340,37 @@ def test_lora_starts_as_the_identity_and_switches_off_exactly(wrapper, sampled):
         1 / 0
     assert torch.equal(score(ours, sampled), moved)
 
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_the_adapters_train(sampled, dtype):
-    """Six projections a layer, A and B each, in the language model alone; all else is frozen and still. They
-    are fp32 also on a model of bf16, where a step of 5e-5 on a weight of 0.02 changes nothing."""
-    wrapper, lora = make_adapted(dtype)
-    wrapper.compute_logprobs(*sampled[:2])[0].sum().backward()
+def test_only_the_adapters_train(dtype):
+    """All else is frozen; they are fp32 also in bf16, where 0.02 plus a step of 5e-5 is 0.02."""
+    wrapper, lora = make_adapted(dtype, top_p=0.6)
+    tokens, _, allowed = wrapper.sample(PROMPTS, 1, seeds=[1, 2])
+    logprobs, entropy = wrapper.compute_logprobs(PROMPTS, tokens, allowed)
+    (logprobs + entropy).sum().backward()  # 0 * log 0 outside the nucleus would make it NaN
     six = "self_attn.q self_attn.k self_attn.v self_attn.o mlp.gate_up mlp.down".split()
     names = [f"model.language_model.layers.{i}.{name}_proj.lora_{AB}.weight"
              for i in range(2) for name in six for AB in "AB"]
     assert list(lora.weights) == names
     for name, weight in lora.weights.items():
         assert weight.shape["lora_B" in name] == 4  # the rank
-        assert weight.dtype == weight.grad.dtype == torch.float32 and weight.grad.any()
+        assert weight.dtype == weight.grad.dtype == torch.float32
+        assert weight.grad.isfinite().all() and weight.grad.any()
     for part in (wrapper.policy, wrapper.dit_half):
         assert all(not weight.requires_grad and weight.grad is None for weight in part.parameters())
     assert not wrapper.ar_half.training and not wrapper.dit_half.training
-
 
 def test_a_model_whose_layers_have_other_names_is_refused():
     """Another model and the old TARGETS: torch would say that the optimizer got an empty parameter list."""
     with pytest.raises(ValueError, match="elsewhere"):
         grpo.LoRA(torch.nn.Linear(2, 2), "elsewhere", rank=1)
 
-
-@pytest.mark.parametrize("how", ["merged by hand", "peft", "transformers"])
-def test_an_adapter_is_the_same_elsewhere(tmp_path, sampled, how):
-    """The folder a run leaves, read in three ways: the same log-probs come out."""
-    wrapper, lora = make_adapted()
-    lora.save(tmp_path, "tiny")
-    other = make_wrapper()
-    if how == "merged by hand":
-        weights = load_file(tmp_path / "adapter_model.safetensors")
-        assert len(weights) == len(lora.weights)
-        for key in weights:
-            if "lora_A" in key:
-                name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                B = weights[key.replace("lora_A", "lora_B")]
-                other.policy.get_submodule(name).weight.data += 2 * B @ weights[key]
-    if how == "peft":
-        peft = pytest.importorskip("peft")
-        peft.PeftModel.from_pretrained(other.policy, str(tmp_path))  # changes its layers in place
-    if how == "transformers":
-        pytest.importorskip("peft")
-        other.policy.load_adapter(str(tmp_path))
-    assert (score(other, sampled) - score(wrapper, sampled)).abs().max() < 1e-5
-
-
-# ------------------------------------------------------------------------------------------------------------
-# GLM-Image: what the model reads
-
-
+# --- GLM-Image: what the model reads ------------------------------------------------------------------------
 def test_positions_are_those_of_the_docstring():
     """The drawing is what readers trust; it must be what the function does."""
     rows = re.findall(r"[thw]:((?:\s+\d+)+)", grpo.build_position_ids.__doc__)
     expected = torch.tensor([[int(number) for number in row.split()] for row in rows])
     got = grpo.build_position_ids(torch.tensor([[0, 1, 1, 1]]), [(1, 2), (2, 2)])
     assert expected.shape == (3, 10) and torch.equal(got[:, 0], expected)
-
 
 @pytest.mark.parametrize("size", [(128, 128), (128, 64), (64, 192)])
 def test_positions_are_those_of_transformers(size):
@@ -576,17 +385,6 @@ def test_positions_are_those_of_transformers(size):
     image = model._cached_decode_position_ids.movedim(1, 0)[:, :, :-1]  # the last one is for EOS
     assert (mask == 0).any() and torch.equal(position_ids, torch.cat([prompt, image], dim=2))
 
-
-@pytest.mark.parametrize("side, T", [(512, 256 + 256), (1024, 256 + 1024)])
-def test_number_of_tokens_of_the_real_processor(side, T):
-    """The toy's smaller draft is the toy's alone."""
-    pipe = make_tiny_pipeline(0, warmup_steps=0)
-    del pipe.processor._get_target_shape
-    wrapper = grpo.GLMImageWrapper(pipe, make_config(size=(side, side)))
-    ids, mask, position_ids = wrapper.encode(["red"])
-    assert mask.shape[1] == position_ids.shape[2] == ids.shape[1] + T
-
-
 def test_what_a_position_sees():
     """Itself and what stands before it but for padding; a row that saw nothing would be NaN on a GPU."""
     padded = torch.tensor([[False, False, True, True]])
@@ -594,9 +392,6 @@ def test_what_a_position_sees():
     got = grpo.build_visibility(padded, 4)
     assert got.shape == (1, 1, 4, 4) and got.dtype == torch.bool and got[0, 0].int().tolist() == by_hand
     assert grpo.build_visibility(padded, 3)[0, 0].int().tolist() == by_hand[:3]
-    whole = grpo.build_visibility(torch.ones(2, 5, dtype=torch.bool), 5)
-    assert torch.equal(whole, torch.ones(2, 1, 5, 5).tril().bool())
-
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]])
 def test_prompts_are_encoded_as_the_pipeline_does(wrapper, monkeypatch, prompts):
@@ -613,19 +408,31 @@ def test_prompts_are_encoded_as_the_pipeline_does(wrapper, monkeypatch, prompts)
     assert torch.equal(stock["input_ids"], ids) and torch.equal(stock["attention_mask"], mask)
     assert torch.equal(position_ids, grpo.build_position_ids(mask, [draft, large]))
 
-
-# ------------------------------------------------------------------------------------------------------------
-# GLM-Image: the sampler, and the trainer's pass over what it drew
-
-
-def test_sampler_and_trainer_agree(wrapper, sampled):
-    """THE test: padded prompts, a grid that is not square, a temperature; the cached steps of the sampler and
-    one teacher-forced pass give the same log-probs."""
-    _, tokens, logprobs = sampled
+# --- GLM-Image: the sampler, and the trainer's pass over what it drew ---------------------------------------
+@pytest.mark.parametrize("top_p, dtype, bound", [
+    (1.0, torch.float32, 1e-5), (0.6, torch.float32, 1e-5), (1.0, torch.bfloat16, 0.05)])
+def test_sampler_and_trainer_agree(top_p, dtype, bound):
+    """THE test: padded prompts, a grid that is not square, a temperature, a nucleus; cached steps and one
+    teacher-forced pass give the same log-probs, and without the nucleus others."""
+    wrapper = make_wrapper(top_p=top_p)
+    wrapper.policy.to(dtype)
+    logits = []
+    wrapper.policy.lm_head.register_forward_hook(lambda *args: logits.append(args[2].shape[:2]))
+    tokens, logprobs, allowed = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    prompts = [p for p in PROMPTS for _ in range(3)]
     assert tokens.shape == logprobs.shape == (6, 2 * 1 + 4 * 2)
-    assert tokens.min() >= 0 and tokens.max() < 8
-    assert (score(wrapper, sampled) - logprobs).abs().max() < 1e-5
-
+    assert tokens.min() >= 0 and tokens.max() < 8 and logprobs.dtype == torch.float32
+    assert allowed.shape == (6, 10, 1) and allowed.dtype == torch.uint8
+    with torch.no_grad():
+        again, entropy = wrapper.compute_logprobs(prompts, tokens, allowed)
+        unmasked, whole = wrapper.compute_logprobs(prompts, tokens)
+        wrapper.temperature = 1.0
+        wrong, _ = wrapper.compute_logprobs(prompts, tokens, allowed)
+    assert (again - logprobs).abs().max() < bound < (wrong - logprobs).abs().max()
+    if top_p < 1:
+        assert (unmasked - logprobs).mean() < -0.1 and (entropy - whole).mean() < -0.1
+    # A prompt is read once for its group; at 1024 x 1024 its own logits would be tens of megabytes a sample.
+    assert logits == [(2, 1)] + [(6, 1)] * 10 + [(6, 10)] * 3
 
 def test_a_naive_pass_does_not_agree(wrapper, sampled):
     """The trap: `model(prompt + tokens)` runs without complaint, and is wrong."""
@@ -638,91 +445,36 @@ def test_a_naive_pass_does_not_agree(wrapper, sampled):
     naive = logp.gather(2, tokens[:, :, None])[:, :, 0]
     assert (naive - logprobs).abs().max() > 1e-3  # a hundred times what sampler and trainer may differ by
 
-
-def test_log_probs_are_those_of_transformers_own_decoding(wrapper, sampled):
-    """Step by step through the public `forward`, which brings positions of its own: a second way to every
-    number. The codes alone, all the vocabulary behind them cut off, at the temperature of 0.9."""
-    prompts, tokens, logprobs = sampled
-    grids = torch.tensor([[1, 4, 2], [1, 2, 1]])
-    for row in (0, 5):
-        ids, mask, _ = wrapper.encode([prompts[row]])
-        mask = mask[:, :ids.shape[1]].long()
-        out = wrapper.policy(input_ids=ids, attention_mask=mask, use_cache=True, image_grid_thw=grids,
-                             images_per_sample=torch.tensor([2]))
-        for token, logprob in zip(tokens[row], logprobs[row]):
-            logp = (out.logits[0, -1, :8] / 0.9).log_softmax(dim=0)
-            assert abs(logp[token] - logprob) < 1e-5
-            mask = F.pad(mask, (0, 1), value=1)
-            out = wrapper.policy(input_ids=token.view(1, 1), attention_mask=mask, use_cache=True,
-                                 past_key_values=out.past_key_values)
-
-
-def test_a_batch_is_its_prompts_one_by_one(wrapper, sampled):
-    """Padding must not leak: not into the log-probs, and not into what a prompt is given to draw."""
-    prompts, tokens, logprobs = sampled
-    for i in range(6):
-        alone = score(wrapper, ([prompts[i]], tokens[i:i + 1], None))
-        assert (alone - logprobs[i]).abs().max() < 1e-5
-    for i, prompt in enumerate(PROMPTS):
-        alone, _, _ = wrapper.sample([prompt], 3, seeds=[i + 1])
-        assert torch.equal(alone, tokens[3 * i:3 * i + 3])
-
-
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
-def test_sampling_equals_the_plain_way(top_p):
-    """Slow and plain, as the witness: every row reads its own prompt, the cache grows, and the nucleus is cut
-    by sorting. Guards the shared prefill, the static cache, its mask and the packed bits: token for token."""
+def test_sampling_is_transformers_own_decoding_row_by_row(top_p):
+    """Slow and plain, as the witness: the public `forward`, which brings positions of its own, a growing
+    cache, no batch, no padding, and a nucleus cut by sorting. Ours shares a prefill: the same tokens."""
     wrapper = make_wrapper(top_p=top_p)
     tokens, logprobs, allowed = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
-    ids, mask, position_ids = wrapper.encode([p for p in PROMPTS for _ in range(3)])
-    L = ids.shape[1]
-    cache = transformers.DynamicCache(config=wrapper.policy.config.text_config)
-    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    chance = torch.cat([torch.rand(3, 10, generator=generator) for generator in generators])
-    start = 0
-    for i in range(10):
-        visible = grpo.build_visibility(mask[:, :L + i], L + i)[:, :, start:]
-        with torch.no_grad():
-            logits = wrapper.forward(ids[:, start:], visible, position_ids[:, :, start:L + i], 1, cache)[:, 0]
-        probs, order = logits.softmax(dim=1).sort(dim=1, descending=True)
-        kept = probs.cumsum(dim=1) - probs < top_p  # while what stands before holds too little
-        nucleus = torch.zeros(6, 8).bool().scatter(1, order, kept)
-        logp = logits.masked_fill(~nucleus, -math.inf).log_softmax(dim=1)
-        mass = logp.double().exp().cumsum(dim=1)
-        code = torch.searchsorted(mass, chance[:, i:i + 1] * mass[:, -1:], right=True)
-        assert torch.equal(code[:, 0], tokens[:, i])
-        assert (logp.gather(1, code)[:, 0] - logprobs[:, i]).abs().max() < 1e-5
-        assert torch.equal(grpo.unpack_bits(allowed[:, i]), nucleus)
-        start = ids.shape[1]
-        ids = torch.cat([ids, code], dim=1)
+    chance = torch.cat([torch.rand(3, 10, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
+    for row in range(6):
+        ids, _, _ = wrapper.encode([PROMPTS[row // 3]])
+        L = ids.shape[1]
+        grids = dict(image_grid_thw=torch.tensor([[1, 4, 2], [1, 2, 1]]), images_per_sample=torch.tensor([2]))
+        out = wrapper.policy(input_ids=ids, attention_mask=torch.ones(1, L), use_cache=True, **grids)
+        for i in range(10):
+            logits = out.logits[0, -1, :8] / 0.9
+            probs, order = logits.softmax(dim=0).sort(descending=True)
+            kept = probs.cumsum(dim=0) - probs < top_p  # while what stands before holds too little
+            nucleus = torch.zeros(8).bool().scatter(0, order, kept)
+            logp = logits.masked_fill(~nucleus, -math.inf).log_softmax(dim=0)
+            mass = logp.double().exp().cumsum(dim=0)
+            code = torch.searchsorted(mass, chance[row, i] * mass[-1], right=True)
+            assert code == tokens[row, i]
+            assert abs(logp[code] - logprobs[row, i]) < 1e-5
+            assert torch.equal(grpo.unpack_bits(allowed[row, i]), nucleus)
+            out = wrapper.policy(input_ids=code.view(1, 1), attention_mask=torch.ones(1, L + i + 1),
+                                 use_cache=True, past_key_values=out.past_key_values)
     assert (grpo.unpack_bits(allowed).sum(dim=2) == 8).all() == (top_p == 1)
-
-
-def test_no_row_of_the_masks_is_empty(sampled):
-    """A padded position that sees no key may become NaN on a GPU. So it sees itself, and no token changes: on
-    a CPU, where an empty row gives zeros, the sampler is the same with nothing padded in sight."""
-    wrapper = make_wrapper()
-    _, mask, _ = wrapper.encode(PROMPTS)
-    emptied = []
-
-    def hide_padding(module, args, inputs):
-        visible = inputs["attention_mask"]
-        assert visible.any(dim=-1).all()
-        seen = mask[:, None, None, :visible.shape[-1]].repeat_interleave(len(visible) // len(PROMPTS), dim=0)
-        hidden = visible & seen
-        emptied.append((~hidden.any(dim=-1)).sum().item())
-        return args, inputs | {"attention_mask": hidden}
-
-    wrapper.policy.model.language_model.register_forward_pre_hook(hide_padding, with_kwargs=True)
-    tokens, logprobs, _ = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
-    assert emptied[0] > 0  # in the pass that reads the prompts
-    assert torch.equal(tokens, sampled[1]) and torch.equal(logprobs, sampled[2])
-
 
 @pytest.mark.parametrize("chance, first", [(0.0, True), (1 - 2**-24, False)])
 def test_no_chance_falls_out_of_the_nucleus(monkeypatch, chance, first):
-    """A number of exactly 0 would draw code 0, allowed or not, with a log-prob of -inf; one next to 1 a code
-    behind the last."""
+    """A number of exactly 0 would draw code 0, allowed or not; one next to 1 a code behind the last."""
     wrapper = make_wrapper(top_p=0.3 if first else 0.99, size=(256, 256))
     monkeypatch.setattr(torch, "rand", lambda *shape, generator: torch.full(shape, chance))
     tokens, _, allowed = wrapper.sample(PROMPTS, 1, seeds=[1, 2])
@@ -731,113 +483,9 @@ def test_no_chance_falls_out_of_the_nucleus(monkeypatch, chance, first):
     assert torch.equal(tokens, allowed.argmax(dim=2) if first else last)
     assert (tokens > 0).any()
 
-
-def test_a_seed_is_a_group_and_its_rows_differ(wrapper, sampled):
-    """The stock pipeline re-seeds at each call: a group of equal images, no variance, nothing learned."""
-    _, tokens, _ = sampled
-    assert torch.equal(tokens, wrapper.sample(PROMPTS, 3, seeds=[1, 2])[0])
-    assert len({tuple(row) for row in tokens.tolist()}) == 6
-    other = wrapper.sample(PROMPTS, 3, seeds=[1, 3])[0]
-    assert torch.equal(tokens[:3], other[:3]) and not torch.equal(tokens[3:], other[3:])
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.6])
-def test_samples_follow_the_distribution(top_p):
-    """4,000 first tokens against their probabilities. Pearson's statistic over 8 codes exceeds 50 by chance
-    once in 10^8; a temperature that is forgotten takes it beyond."""
-    wrapper = make_wrapper(size=(64, 64), temperature=0.5, top_p=top_p)
-    tokens, _, _ = wrapper.sample(["red"], 4000, seeds=[0])
-    ids, _, position_ids = wrapper.encode(["red"])
-    L = ids.shape[1]
-    with torch.no_grad():
-        language_model, lm_head = wrapper.ar_half
-        out = language_model(input_ids=ids, position_ids=position_ids[:, :, :L])  # nothing is padded
-        logits = lm_head(out.last_hidden_state[0, -1])[:8]
-
-    def pearson(temperature):
-        probs, order = (logits / temperature).softmax(dim=0).sort(descending=True)
-        probs[probs.cumsum(dim=0) - probs >= top_p] = 1e-9
-        expected = 4000 * probs / probs.sum()
-        return ((tokens[:, 0].bincount(minlength=8)[order] - expected).square() / expected).sum()
-
-    assert pearson(0.5) < 50 < pearson(1.0)
-
-
-def test_truncated_sampling_is_scored_under_its_own_masks():
-    """Sampler = trainer to 1e-5, every token allowed; scored by the whole softmax it is another number."""
-    wrapper = make_wrapper(top_p=0.6)
-    tokens, logprobs, allowed = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
-    prompts = [p for p in PROMPTS for _ in range(3)]
-    assert allowed.shape == (6, 10, 1) and allowed.dtype == torch.uint8
-    with torch.no_grad():
-        again, entropy = wrapper.compute_logprobs(prompts, tokens, allowed)
-        unmasked, whole = wrapper.compute_logprobs(prompts, tokens)
-    assert (again - logprobs).abs().max() < 1e-5
-    assert grpo.unpack_bits(allowed).gather(2, tokens[:, :, None]).all()
-    assert (unmasked - logprobs).mean() < -0.1 and (entropy - whole).mean() < -0.1
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.6])
-def test_entropy_and_its_gradient(monkeypatch, top_p):
-    """A bonus for entropy is one line in the loss; 0 * log 0 outside the nucleus would make it NaN."""
-    wrapper, lora = make_adapted(top_p=top_p)
-    tokens, _, allowed = wrapper.sample(PROMPTS, 1, seeds=[1, 2])
-    compute = grpo.compute_policy_logprobs
-    seen = []
-    monkeypatch.setattr(grpo, "compute_policy_logprobs", lambda *x: seen.append(compute(*x)) or seen[-1])
-    _, entropy = wrapper.compute_logprobs(PROMPTS, tokens, allowed)
-    logp = seen[0]
-    probs = logp.detach().exp()
-    assert torch.allclose(entropy, torch.special.entr(probs).sum(dim=2))
-    slope, = torch.autograd.grad(entropy.sum(), logp, retain_graph=True)
-    assert torch.allclose(slope, torch.special.entr(probs) - probs, atol=1e-6)
-    entropy.sum().backward()
-    for weight in lora.weights.values():
-        assert weight.grad.isfinite().all() and weight.grad.any()
-
-
-def test_the_head_sees_image_positions_only(wrapper, sampled):
-    """At 1024 x 1024 the logits of the prompt alone would be tens of megabytes a sample, for nothing."""
-    shapes = []
-    handle = wrapper.policy.lm_head.register_forward_hook(lambda *args: shapes.append(args[2].shape[:2]))
-    score(wrapper, sampled)
-    wrapper.sample(PROMPTS, 3, seeds=[1, 2])
-    handle.remove()
-    assert shapes == [(6, 10), (2, 1)] + [(6, 1)] * 10  # a prompt is read once for its group
-
-
-def test_bf16_leaves_a_small_gap_between_sampler_and_trainer():
-    """About 0.01, or none, as the shapes have it. The bound is the one that the README calls healthy; a
-    temperature that only one of them knows is beyond it."""
-    wrapper = make_wrapper(size=(128, 128), temperature=None)
-    wrapper.policy.to(torch.bfloat16)
-    prompts = [p for p in PROMPTS for _ in range(8)]
-    tokens, logprobs, _ = wrapper.sample(PROMPTS, 8, seeds=[1, 2])
-    gap = (score(wrapper, (prompts, tokens, None)) - logprobs).abs().max()
-    wrapper.temperature = 0.9
-    wrong = (score(wrapper, (prompts, tokens, None)) - logprobs).abs().max()
-    assert logprobs.dtype == torch.float32 and gap < 0.05 < wrong
-
-
-# ------------------------------------------------------------------------------------------------------------
-# GLM-Image: from tokens to pictures
-
-
-def test_images_come_from_the_large_tokens_and_the_noise_of_the_group(wrapper, sampled):
-    """Same tokens, same group: same image. The draft is not painted; another seed is another noise."""
-    _, tokens, _ = sampled
-    same = tokens[:1].repeat(4, 1)
-    same[1, :2] = (same[1, :2] + 1) % 8  # another draft
-    a, b, c, d = [image.tobytes() for image in wrapper.decode(PROMPTS, same, seeds=[1, 2])]
-    assert a == b and c == d and a != c
-    same[1, 2:] = (same[1, 2:] + 1) % 8  # another large grid
-    assert wrapper.decode(PROMPTS, same, seeds=[1, 2])[1].tobytes() != a
-
-
+# --- GLM-Image: from tokens to pictures ---------------------------------------------------------------------
 def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
-    """But for the rounding of other batch sizes, a grey level; the text encoder is asked once a group. The
-    VAE works image by image at any size: four at once take 9 GiB more at 1024 x 1024."""
-    _, tokens, _ = sampled
+    """But for rounding, a grey level. The VAE works image by image: four at once take 9 GiB more at 1024."""
     pictures = []
     read = []
     sizes = []
@@ -848,69 +496,42 @@ def test_micro_batches_change_nothing_and_read_each_prompt_once(sampled):
         wrapper.pipe.transformer.register_forward_pre_hook(
             lambda module, args, inputs: sizes.append(len(inputs["hidden_states"])), with_kwargs=True)
         wrapper.pipe.vae.decoder.register_forward_pre_hook(lambda _, args: painted.append(len(args[0])))
-        pictures.append(grpo.pil_to_tensor(wrapper.decode(PROMPTS, tokens, [1, 2])))
+        pictures.append(grpo.pil_to_tensor(wrapper.decode(PROMPTS, sampled[1], [1, 2])))
     assert sizes == [1] * 12 + [2, 2, 1, 1] * 2 + [3] * 4  # two denoising steps each
     assert len(read) == 3 * 2
     assert painted == [1] * 3 * 6
     assert all((picture - pictures[0]).abs().max() < 1.5 / 255 for picture in pictures)
-    assert (pictures[0][0] - pictures[0][1]).abs().max() > 3 / 255
 
-
-def test_painting_is_that_of_the_stock_pipeline(sampled):
-    """Given tokens and noise, an untouched `GlmImagePipeline` draws the same pictures, with guidance and
-    without, one by one, although we make the angles of the DiT once, and not, on the CPU, at every call."""
-    _, tokens, _ = sampled
+@pytest.mark.parametrize("guidance", [4.0, 1.0])
+def test_painting_is_that_of_the_stock_pipeline(sampled, guidance):
+    """Given the large tokens and the noise of the group, an untouched `GlmImagePipeline` draws the same
+    pictures, one by one, although we make the angles of the DiT once, and not, on the CPU, at every call."""
     prompts = ['a red fox on a wall that says "CLOSED TODAY"', 'a yellow "!"']
-    stock = make_tiny_pipeline(0, warmup_steps=0)
+    rows = sampled[1][[0, 1, 3, 4]]  # two groups of two
+    stock = QUICK(0)
     del stock.transformer.forward  # the class's own, without our angles
-    pictures = set()
-    for guidance in (4.0, 1.0):
-        ours = make_wrapper(guidance=guidance, decode_steps=3)
-        ours.pipe.transformer.rope.forward = mock.Mock(side_effect=AssertionError("angles are made again"))
-        images = ours.decode(prompts, tokens[[0, 3]], seeds=[7, 8])
-        for i in range(2):
-            codes = stock._upsample_token_ids(tokens[3 * i, 2:], 4, 2)
-            shape = 1, stock.transformer.config.in_channels, 16, 8
-            noise = torch.randn(shape, generator=torch.Generator().manual_seed(7 + i))
-            expected = stock(
-                prompts[i], prior_token_ids=codes, latents=noise, height=128, width=64,
-                num_inference_steps=3, guidance_scale=guidance).images[0]
-            assert images[i].size == (64, 128) and images[i].tobytes() == expected.tobytes()
-        images += ours.decode(["no quotes"], tokens[:1], seeds=[7])
-        pictures |= {image.tobytes() for image in images}
-    assert len(pictures) == 6  # prompts and guidance show
+    ours = make_wrapper(guidance=guidance, decode_steps=3, micro_batch_size=1)
+    ours.pipe.transformer.rope.forward = mock.Mock(side_effect=AssertionError("angles are made again"))
+    images = ours.decode(prompts, rows, seeds=[7, 8])
+    for i, (image, tokens) in enumerate(zip(images, rows)):
+        shape = 1, stock.transformer.config.in_channels, 16, 8
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(7 + i // 2))
+        expected = stock(
+            prompts[i // 2], prior_token_ids=stock._upsample_token_ids(tokens[2:], 4, 2), latents=noise,
+            height=128, width=64, num_inference_steps=3, guidance_scale=guidance).images[0]
+        assert image.size == (64, 128) and image.tobytes() == expected.tobytes()
+    assert len({image.tobytes() for image in images + ours.decode(["a fox"], rows[:1], [7])}) == 5
 
-
-def test_generate_with_tracking(wrapper, sampled):
-    """The way in for other programs: pictures, and what the sampler gave."""
-    images, tokens, logprobs, allowed = wrapper.generate_with_tracking(PROMPTS, 3, seeds=[1, 2])
-    assert torch.equal(tokens, sampled[1]) and torch.equal(logprobs, sampled[2])
-    assert allowed.shape == (6, 10, 1) and (allowed == 255).all()
-    assert images == wrapper.decode(PROMPTS, tokens, seeds=[1, 2])
-
-
-def test_a_saved_pipeline_is_the_same_policy(tmp_path, wrapper, sampled, monkeypatch):
-    """--model FOLDER scores the same tokens the same. Temperature and top-p that are not given are the
-    model's own, as GLM-Image brings 0.9 and 0.75."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    wrapper.pipe.save_pretrained(tmp_path)
-    path = tmp_path / "vision_language_encoder/generation_config.json"
-    own = dict(do_sample=True, temperature=0.9, top_p=0.75)
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
-    loaded = grpo.GLMImageWrapper.from_pretrained(tmp_path, make_config(temperature=None))
-    loaded.pipe.processor._get_target_shape = wrapper.pipe.processor._get_target_shape  # is not saved
-    given = grpo.GLMImageWrapper(loaded.pipe, make_config(temperature=0.5, top_p=1.0))
-    plain = make_wrapper(temperature=None)
-    assert (loaded.temperature, loaded.top_p) == (0.9, 0.75)
+def test_temperature_and_top_p_are_the_models_own_unless_given():
+    """Other log-probs than those that the stock pipeline samples by would train another model."""
+    pipe = QUICK(0)
+    pipe.vision_language_encoder.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
+    own = grpo.GLMImageWrapper(pipe, make_config(temperature=None))
+    given = grpo.GLMImageWrapper(pipe, make_config(temperature=0.5, top_p=1.0))
+    assert (own.temperature, own.top_p) == (0.9, 0.75)
     assert (given.temperature, given.top_p) == (0.5, 1.0)
-    assert (plain.temperature, plain.top_p) == (1.0, 1.0)
-    assert torch.equal(score(loaded, sampled), score(wrapper, sampled))
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Memory: what lies where, and what is kept for the backward pass
-
-
+# --- Memory: what lies where, and what is kept for the backward pass ----------------------------------------
 def hide_weights(wrapper, monkeypatch):
     """All weights become NaN but inside `on_device`, as if they were not on the device -> what came there."""
     whole = {tensor: tensor.data for tensor in tensors_of(wrapper.policy, wrapper.dit_half)}
@@ -930,10 +551,8 @@ def hide_weights(wrapper, monkeypatch):
     monkeypatch.setattr(grpo, "on_device", reveal)
     return moves
 
-
 def test_offloading_changes_nothing_and_moves_once_a_phase(tmp_path, monkeypatch):
-    """Log, adapter and pictures are identical although all that is not on the device is NaN, the vision tower
-    always. One move a phase, not one a prompt or a micro-batch."""
+    """What is not on the device is NaN, the vision tower always; and a phase moves weights once."""
     runs = []
     for offload in ("off", "on"):
         out = tmp_path / offload
@@ -947,39 +566,32 @@ def test_offloading_changes_nothing_and_moves_once_a_phase(tmp_path, monkeypatch
     assert len(files) == 4 and trainer.history[1]["grad_norm"] > 0
     assert runs[0] == runs[1]
 
-
 def test_weights_come_to_the_device_and_are_forgotten_there():
-    """Buffers too. Afterwards, also after an error, each is in the same memory as before: leaving costs no
-    copy. (A dtype stands for the device.)"""
+    """Also after an error, each is in the same memory as before: no copy. (A dtype stands for the device.)"""
     half = make_wrapper().ar_half
     tensors = tensors_of(half)
     homes = [tensor.data_ptr() for tensor in tensors]
     with pytest.raises(ZeroDivisionError), grpo.on_device(half, torch.float64):
         there = [tensor.data_ptr() for tensor in tensors]
         assert {tensor.dtype for tensor in tensors} == {torch.float64}
-        with grpo.on_device(half, torch.float64):  # they are there already: no copy of them
-            assert [tensor.data_ptr() for tensor in tensors] == there
-        assert [tensor.data_ptr() for tensor in tensors] == there
+        with grpo.on_device(half, torch.float64):
+            assert [tensor.data_ptr() for tensor in tensors] == there  # already: no copy of them
         1 / 0
-    assert {tensor.dtype for tensor in tensors} == {torch.float32}
     assert [tensor.data_ptr() for tensor in tensors] == homes
-
 
 @pytest.mark.parametrize("offload, free, where", [
     ("on", 80, "cpu"), ("off", 10, "meta"), ("auto", 40, "cpu"), ("auto", 80, "meta"), ("auto", 0, "meta")])
 def test_where_the_halves_wait(monkeypatch, offload, free, where):
     """GLM-Image wants 60 GiB to lie on the GPU as a whole; the vision tower never moves there."""
     monkeypatch.setattr(grpo, "free_gib", lambda: free)
-    pipe = make_tiny_pipeline(0, warmup_steps=0)
+    pipe = QUICK(0)
     wrapper = grpo.GLMImageWrapper(pipe, make_config(offload=offload), device="meta")
     parts = wrapper.ar_half, wrapper.dit_half, wrapper.policy.model.visual
     for part, place in zip(parts, (where, where, "cpu")):
         assert {tensor.device.type for tensor in tensors_of(part)} == {place}
 
-
 def test_weights_wait_in_pinned_memory_and_only_there(monkeypatch):
-    """For a GPU every tensor is pinned once, and the unpinned one is not kept beside it: that would take
-    twice the 31 GiB of the host. (The constructor brings none to the GPU, so that none is needed.)"""
+    """The unpinned ones beside them would take twice the 31 GiB of the host."""
     pinned = {}
 
     def pin(tensor):  # as torch does it: what is pinned already is left alone
@@ -987,59 +599,13 @@ def test_weights_wait_in_pinned_memory_and_only_there(monkeypatch):
         return pinned.setdefault(copy.data_ptr(), copy)
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    pipe = make_tiny_pipeline(0, warmup_steps=0)
+    pipe = QUICK(0)
     pipe.transformer.rope.forward = lambda _: []
     wrapper = grpo.GLMImageWrapper(pipe, make_config(offload="on"), device="cuda")
     places = [tensor.data_ptr() for tensor in tensors_of(wrapper.ar_half, wrapper.dit_half)]
     assert len(places) > 100 and sorted(places) == sorted(pinned)
 
-
-def test_the_real_model_fits_by_phase():
-    """Counted on the meta device at the real sizes: what a half takes, in GiB of bf16, leaves room on a card
-    of 24 GB; the whole does not. And the vision tower is in neither."""
-    pipe = make_real("meta")
-    wrapper = grpo.GLMImageWrapper(pipe, make_config(temperature=None), device="meta")
-    gib = [sum(weight.nbytes for weight in part.parameters()) / 2**30
-           for part in (wrapper.ar_half, wrapper.dit_half, wrapper.policy.model.visual)]
-    assert gib == pytest.approx([16.6, 14.1, 2.2], abs=0.1)
-    assert {weight.dtype for weight in wrapper.policy.parameters()} == {torch.bfloat16}
-    lora = grpo.LoRA(wrapper.policy, wrapper.TARGETS, 32, "meta")
-    assert sum(weight.numel() for weight in lora.weights.values()) == pytest.approx(95e6, rel=0.01)
-    assert (wrapper.temperature, wrapper.top_p, wrapper.codebook_size) == (0.9, 0.75, 16384)
-
-
-def test_activations_are_recomputed_not_kept(sampled):
-    """Gradient checkpointing: the same gradient bit for bit, far fewer bytes kept for the backward pass, and
-    none of it in the sampler: layers that believe they train would drop its cache."""
-    wrapper, lora = make_adapted()
-    layers = wrapper.policy.model.language_model.layers
-    assert all(layer.gradient_checkpointing for layer in layers)
-    kept = []
-    gradients = []
-
-    def keep(tensor):
-        kept[-1] += tensor.nbytes
-        return tensor
-
-    for checkpointing in (False, True):
-        for layer in layers:
-            layer.gradient_checkpointing = checkpointing
-        kept.append(0)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logprobs, _ = wrapper.compute_logprobs(*sampled[:2])
-        assert not any(module.training for layer in layers for module in layer.children())  # no dropout
-        parts = torch.autograd.grad(logprobs.sum(), [*lora.weights.values()])
-        gradients.append(torch.cat([part.flatten() for part in parts]))
-    assert torch.equal(*gradients) and gradients[0].any()
-    assert kept[1] < 0.6 * kept[0]
-    wrapper.sample(PROMPTS, 2, seeds=[0, 1])
-    assert not any(layer.training for layer in layers)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Memory, counted: the real sizes on the `meta` device, where a tensor has a size and no contents
-
-
+# --- Memory, counted: the real sizes on the `meta` device, where a tensor has a size and no contents --------
 def describe(value):
     """What the shape of an operation's result depends on."""
     if isinstance(value, torch.Tensor):
@@ -1048,13 +614,10 @@ def describe(value):
         return tuple([describe(part) for part in value])
     return type(value), value
 
-
 class FakeGPU(TorchDispatchMode):
-    """`meta` stands for the GPU, the CPU is the host. Every operation passes through here, those of the
-    backward pass too. A storage counts from the operation that makes it until nobody holds it any more, in
-    blocks of 512 bytes, as PyTorch has them on a GPU. The weights stay on `meta` and are added by hand: with
-    offloading, those of a half inside its `on_device` alone."""
-
+    """`meta` stands for the GPU, the CPU is the host. Every operation passes through here. A storage counts
+    from the operation that makes it until nobody holds it any more, in blocks of 512 bytes, as on a GPU.
+    Weights are added by hand: with offloading, those of a half inside its `on_device` alone."""
     def __init__(self, *halves):
         super().__init__()
         self.alive = {}  # storages: a weak reference, bytes
@@ -1130,7 +693,6 @@ class FakeGPU(TorchDispatchMode):
             self.sent += result.nbytes
         return result
 
-
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """What `F.scaled_dot_product_attention` allocates on a GPU; on `meta` it would make the matrix of scores.
     With a mask it is the memory-efficient kernel, which wants the mask in the dtype of the query, its rows
@@ -1146,10 +708,8 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
-
 def skip_tokens(forward, T):
-    """`forward` for a sampler of T tokens: only the prompts and the last token are computed, with all that is
-    kept of the others beside them. A static cache has its full length from the prompts on."""
+    """`forward` for a sampler of T tokens: only the prompts and the last one, beside what is kept of all."""
     fed = []
 
     def forward_rarely(ids, *args, **kwargs):
@@ -1162,14 +722,11 @@ def skip_tokens(forward, T):
 
     return forward_rarely
 
-
 def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
     """Highest GiB alive on the GPU in the second step -> {"update", "sample", "decode": {"on", "off"}}, by
-    --offload; and the MiB that an update of two micro-batches sends there.
-
-    Of the update two micro-batches are run, the second beside the gradients of the first; of the decoding
-    one, in two denoising steps. More of them would find the GPU as these do. All else is the trainer's code
-    at full length. Real numbers are wanted by the prompts, read on the host, and by the scheduler."""
+    --offload; and the MiB that an update of two micro-batches, the second beside the gradients of the first,
+    sends there. Of the decoding one is run, in two steps: more of them would find the GPU as these do. Real
+    numbers are wanted by the prompts, read on the host, and by the scheduler."""
     config = grpo.Config(size=(side, side), batch_size=num_prompts, group_size=group_size,
                          micro_batch_size=micro_batch_size, decode_steps=2, offload="off")
     wrapper = grpo.GLMImageWrapper(make_real("meta"), config, "meta")
@@ -1220,10 +777,8 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
             sent = gpu.sent if phase is update else sent
     return peaks, sent / 2**20
 
-
 def test_the_count_by_hand():
-    """Views count nothing, a result counts while somebody holds it, the second time too; the weights of a
-    half that is offloaded count inside its `on_device` alone, and once."""
+    """Views count nothing, a result while it is held, an offloaded half inside its `on_device` alone."""
     one, two = (torch.nn.Linear(512, n, bias=False, device="meta") for n in (512, 1024))  # 1 and 2 MiB
     gpu = FakeGPU(one, two)
     place = functools.partial(gpu.on_device, grpo.on_device)
@@ -1243,11 +798,9 @@ def test_the_count_by_hand():
             torch.zeros(1024, 1024).to("meta").relu()  # 4 MiB, then 4 more
         assert gpu.now == 2 * 2**20 and peaks() == [10 + 3, 10 + 3] and gpu.sent == 4 * 2**20
 
-
 @pytest.mark.parametrize("side", [512, 1024])
 def test_a_step_fits_a_card_of_24_gb(side):
-    """8 x 4 images with offloading. What is kept beside the weights cannot be less than the adapters with
-    AdamW's two moments and, in the sampler, keys and values."""
+    """8 x 4 images with offloading; beside the weights lies no less than what is known to be there."""
     peaks, sent = count_memory(side, num_prompts=8)
     T = 256 + (side // 32) ** 2
     cache = 32 * T * 40 * 2 * 2 * 128 * 2 / 2**30  # 40 layers, keys and values, 2 heads of 128, 2 bytes
@@ -1258,30 +811,10 @@ def test_a_step_fits_a_card_of_24_gb(side):
     # Two samples, for the reference and for the policy. Unpacked on the host it would be eight times as much.
     assert sent < 1.2 * 2 * 2 * T * 16384 / 8 / 2**20 + 0.1
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The toy
-
-
-def test_the_toy_is_deterministic(monkeypatch):
-    """A run is its command: the same --seed makes the same toy, another seed another."""
-    quick = functools.partial(make_tiny_pipeline, warmup_steps=2)
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", quick)
-    weights = []
-    for seed in (3, 3, 4):
-        wrapper = grpo.GLMImageWrapper.from_pretrained("tiny", make_config(seed=seed))
-        tensors = tensors_of(wrapper.ar_half, wrapper.dit_half)
-        weights.append(torch.cat([tensor.flatten() for tensor in tensors]))
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The trainer
-
-
+# --- The trainer --------------------------------------------------------------------------------------------
 def gradient_of(trainer):
+    """All of it, in one vector."""
     return torch.cat([weight.grad.flatten() for weight in trainer.lora.weights.values()])
-
 
 @pytest.mark.parametrize("settings", [{}, dict(importance="sequence", scale_rewards="none")])
 def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, settings):
@@ -1298,7 +831,6 @@ def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, settings):
     for other in gradients[1:]:
         assert torch.allclose(gradients[0], other, rtol=1e-4, atol=1e-6)
 
-
 @pytest.mark.parametrize("top_p", [None, 0.6])
 def test_ratio_is_one_until_the_first_update(tmp_path, top_p):
     """Old log-probs from another pass, or a pass that forgets the masks of top-p, would start off 1."""
@@ -1310,10 +842,8 @@ def test_ratio_is_one_until_the_first_update(tmp_path, top_p):
     assert once["kl"] == once["clip_frac"] == 0
     trainer.config.num_iterations = 2
     twice = trainer.train_step(make_rollout(trainer, step=2))
-    assert twice["ratio_max"] > 1.001
-    assert 0 < twice["kl"] < 100
+    assert twice["ratio_max"] > 1.001 and 0 < twice["kl"] < 100
     assert max(once["sampler_gap"], twice["sampler_gap"]) < 1e-5
-
 
 @pytest.mark.parametrize("kl_coef, passes", [(0.1, 4), (0.0, 2)])
 def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, passes):
@@ -1332,10 +862,8 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, pa
     assert kl > 1e-3
     assert metrics.get("kl") == (pytest.approx(kl, rel=1e-3) if kl_coef else None)
 
-
 def test_gradients_that_are_no_numbers(tmp_path):
-    """One NaN would be in every weight and in Adam's memory, and a fine update after it would hide it in the
-    log. A run that skips all updates would go on for days; and its last state must be kept."""
+    """One NaN would be in every weight and in Adam's memory; and a run that skips all updates would go on."""
     trainer = make_trainer(tmp_path / "run", steps=9, save_every=99, num_iterations=2)
     bad = [0, 1, 1, 0, 1, 1, 1]  # of these steps the first of two updates; an update has two micro-batches
     calls = []
@@ -1350,54 +878,45 @@ def test_gradients_that_are_no_numbers(tmp_path):
         trainer.train()
     assert [row["skipped"] for row in trainer.history[1:]] == bad
     assert [math.isnan(row["grad_norm"]) for row in trainer.history[1:]] == bad
-    assert len(rows_of(tmp_path / "run")) == 1 + 7
     state = torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)
     assert state["step"] == 7
     assert all(weight.isfinite().all() for weight in state["adapter"].values())
     assert {moments["step"].item() for moments in state["optimizer"]["state"].values()} == {7 + 2}
 
-
-def test_settings_reach_the_update(tmp_path, monkeypatch):
+def test_settings_reach_the_update(tmp_path):
     """A flag that is parsed and then forgotten looks like a flag that does not help."""
     settings = dict(clip_range=0.3, clip_range_high=0.4, kl_coef=0.5, importance="sequence")
     trainer = make_trainer(tmp_path / "run", steps=1, lr=0.003, lora_rank=2, num_iterations=3,
                            max_grad_norm=1e-3, scale_rewards="none", **settings)
-    trainer.rewards = {"fake": (lambda images, prompts, targets: torch.arange(len(images)), 1.0)}
-    loss_function = grpo.compute_grpo_loss
+    trainer.rewards = {"fake": (lambda images, *_: torch.arange(len(images)), 1.0)}
     step = trainer.optimizer.step
-    losses = []
-    ratios = []
     norms = []
-
-    def spy_on_loss(*args, **kwargs):
-        losses.append(inspect.signature(loss_function).bind(*args, **kwargs).arguments)
-        loss, metrics = loss_function(*args, **kwargs)
-        ratios.append((metrics["ratio_max"], metrics["ratio_mean"]))
-        return loss, metrics
 
     def spy_on_step():
         norms.append(gradient_of(trainer).norm().item())
         step()
 
-    monkeypatch.setattr(grpo, "compute_grpo_loss", spy_on_loss)
     trainer.optimizer.step = spy_on_step
-    trainer.train()
-    assert len(losses) == 3 * 2  # updates x micro-batches
-    for loss in losses:
-        assert loss["advantages"].tolist() == [-1.5, -0.5, 0.5, 1.5]
-        assert {name: loss[name] for name in settings} == settings
+    with mock.patch.object(grpo, "compute_grpo_loss", wraps=grpo.compute_grpo_loss) as spy:
+        trainer.train()
+    assert spy.call_count == 3 * 2  # updates x micro-batches
+    for call in spy.call_args_list:
+        given = inspect.signature(grpo.compute_grpo_loss).bind(*call.args, **call.kwargs).arguments
+        assert given["advantages"].tolist() == [-1.5, -0.5, 0.5, 1.5]
+        assert {name: given[name] for name in settings} == settings
     assert norms == pytest.approx([1e-3] * 3, rel=1e-2)
     assert trainer.history[1]["grad_norm"] > 1e-2
-    greatest, means = zip(*ratios)
-    assert trainer.history[1]["ratio_max"] == max(greatest) > np.mean(greatest)
-    assert trainer.history[1]["ratio_mean"] == pytest.approx(np.mean(means))
+    assert trainer.history[1]["ratio_max"] > trainer.history[1]["ratio_mean"]
     group, = trainer.optimizer.param_groups
-    assert trainer.history[1]["lr"] == group["lr"] == 0.003
-    assert group["weight_decay"] == 0
+    assert trainer.history[1]["lr"] == group["lr"] == 0.003 and group["weight_decay"] == 0
     for weight in trainer.lora.weights.values():
         assert min(weight.shape) == 2
         assert weight.grad is None  # and takes no memory while the next step samples
 
+def test_rows_are_merged_by_their_means_but_for_two_maxima():
+    """A reward on which one GPU alone had an opinion must not count as 0 on the others."""
+    rows = [dict(ratio_max=1, sampler_gap=0.2, kl=1), dict(ratio_max=3, sampler_gap=0.1, kl=2, reward=5)]
+    assert grpo.merge_rows(rows) == dict(ratio_max=3, sampler_gap=0.2, kl=1.5, reward=5)
 
 def test_sampler_gap_and_entropy_by_hand(tmp_path, monkeypatch):
     """A gap in one direction only, or an entropy averaged over codes, would look healthy for ever."""
@@ -1410,86 +929,72 @@ def test_sampler_gap_and_entropy_by_hand(tmp_path, monkeypatch):
     assert metrics["sampler_gap"] == pytest.approx(0.1, rel=1e-3)
     assert metrics["entropy"] == pytest.approx(math.log(8))  # in nats: each of 8 codes is as likely
 
-
-def test_lora_starts_from_the_seed_alone(tmp_path):
-    """With a model that was loaded, not made, nothing else has seeded the generator; and other first weights
-    want another --lr."""
-    weights = []
+def test_the_toy_and_its_first_adapters_come_from_the_seed_alone(monkeypatch):
+    """A run is its command, whatever has been drawn before."""
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", functools.partial(make_tiny_pipeline, warmup_steps=2))
+    states = []
     for noise, seed in ((1, 5), (2, 5), (1, 6)):
-        wrapper = make_wrapper()
-        torch.manual_seed(noise)
-        trainer = grpo.GRPOTrainer(make_config(seed=seed), wrapper, ["a red fox"])
-        weights.append(torch.cat([weight.flatten() for weight in trainer.lora.weights.values()]))
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
+        config = make_config(seed=seed)
+        wrapper = grpo.GLMImageWrapper.from_pretrained("tiny", config)
+        torch.manual_seed(noise)  # a model that was loaded, not made, would seed nothing
+        trainer = grpo.GRPOTrainer(config, wrapper, ["a red fox"])
+        parts = tensors_of(wrapper.ar_half, wrapper.dit_half), trainer.lora.weights.values()
+        states.append([torch.cat([tensor.flatten() for tensor in part]) for part in parts])
+    for first, same, other in zip(*states):
+        assert torch.equal(first, same) and not torch.equal(first, other)
     for name, weight in trainer.lora.weights.items():  # peft's: uniform up to 1 / sqrt(in), and 0
         size = weight.abs().max() * weight.shape[1] ** 0.5
         assert size == 0 if "lora_B" in name else 0.9 < size <= 1
 
-
 def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     """A reward that reads the prompt must meet the image of that prompt: p0 p0 .. p1 p1 .. all the way."""
     trainer = make_trainer(tmp_path / "run")
-    seen = {}
+    seen = []
 
     def spy(images, prompts, targets):
-        reds = [target.getpixel((0, 0))[0] for target in targets]
-        seen.update(images=images, prompts=prompts, places=reds)
+        seen.extend([images, prompts, [target.getpixel((0, 0))[0] for target in targets]])
         return torch.arange(8)
 
     trainer.rewards = {"spy": (spy, 1.0)}
     chosen, seeds = trainer.choose_prompts(1)
     rollout, _ = trainer.rollout(1)
-    places = np.repeat(chosen, 4).tolist()
-    assert seen["places"] == places
-    assert seen["prompts"] == rollout["prompts"] == [trainer.prompts[i] for i in places]
+    images, prompts, places = seen
+    assert places == np.repeat(chosen, 4).tolist()
+    assert prompts == rollout["prompts"] == [trainer.prompts[i] for i in places]
     assert rollout["rewards"].tolist() == list(range(8))
     with torch.no_grad():
-        again, _ = trainer.wrapper.compute_logprobs(rollout["prompts"], rollout["tokens"])
+        again, _ = trainer.wrapper.compute_logprobs(prompts, rollout["tokens"])
     assert (again - rollout["logprobs"]).abs().max() < 1e-5
-    images = trainer.wrapper.decode([trainer.prompts[i] for i in chosen], rollout["tokens"], seeds)
-    assert [image.tobytes() for image in images] == [image.tobytes() for image in seen["images"]]
-
+    assert images == trainer.wrapper.decode([trainer.prompts[i] for i in chosen], rollout["tokens"], seeds)
 
 def draw(batch_size, steps, world_size=1, seed=0):
     """-> (place of the prompt, seed of the group) for each turn of these steps, on all GPUs."""
     turns = []
     trainer = make_trainer("unused", batch_size=batch_size, seed=seed)
+    trainer.world_size = world_size
     for step in steps:
         for trainer.rank in range(world_size):
-            trainer.world_size = world_size
             places, seeds = trainer.choose_prompts(step)
-            assert len(places) == len(seeds) == batch_size // world_size
             turns += zip(map(int, places), seeds)
     return turns
 
-
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 7])
-def test_every_prompt_gets_its_turn(batch_size):
-    """Drawn anew each time, or anew each step, some of three prompts would come often and others never."""
-    places, seeds = zip(*draw(batch_size, range(1, 13)))
-    laps = [places[i:i + 3] for i in range(0, len(places) - 2, 3)]
-    assert all(sorted(lap) == [0, 1, 2] for lap in laps)
-    assert any(lap != laps[0] for lap in laps)
-    assert len(set(seeds)) == len(seeds)
-
-
 def test_what_a_step_draws_depends_on_seed_and_step_alone():
-    """Else --resume, or another number of GPUs, would give another run; and --seed 1 must not be --seed 0."""
-    whole = draw(6, range(1, 9))
-    assert draw(6, [5]) == whole[24:30]
-    for world_size in (2, 3):
+    """Else --resume, or another number of GPUs, would give another run; and each of three prompts comes once
+    before any comes again."""
+    for batch_size in (1, 2, 5, 6):
+        places, seeds = zip(*draw(batch_size, range(1, 13)))
+        laps = [places[i:i + 3] for i in range(0, len(places) - 2, 3)]
+        assert all(sorted(lap) == [0, 1, 2] for lap in laps) and len(set(laps)) > 1
+        assert len(set(seeds)) == len(seeds)
+    whole = draw(6, range(1, 13))
+    for world_size in (1, 2, 3):
         assert sorted(draw(6, [5], world_size)) == sorted(whole[24:30])
-    places, seeds = zip(*whole)
-    other_places, other_seeds = zip(*draw(6, range(1, 9), seed=1))
+    other_places, other_seeds = zip(*draw(6, range(1, 13), seed=1))
     assert places != other_places and places[3:] != other_places[:-3]  # nor seed 0, a lap later
     assert not set(seeds) & set(other_seeds)
-
-
-def give(*values):
-    """-> a reward that gives these, whatever it sees."""
-    return lambda images, prompts, targets: values
-
+    with mock.patch.object(grpo, "gather", lambda rows: rows * 2), mock.patch("torch.distributed.get_rank"):
+        with pytest.raises(ValueError, match="--batch-size"):
+            make_trainer("unused", batch_size=3)  # on two GPUs
 
 @pytest.mark.parametrize("reward_norm", ["none", "group"])
 def test_metrics_by_hand(tmp_path, reward_norm):
@@ -1497,8 +1002,8 @@ def test_metrics_by_hand(tmp_path, reward_norm):
     trainer = make_trainer(tmp_path / "run", reward_norm=reward_norm)
     a = [7, 7, 7, 7, 1, 2, 3, 6]
     nobody = [None] * 4
-    trainer.rewards = {
-        "a": (give(*a), 1.0), "b": (give(None, 4, None, 2, *nobody), 0.5), "c": (give(*nobody, *nobody), 1.0)}
+    trainer.rewards = {"a": (reward_of(a), 1.0), "b": (reward_of([None, 4, None, 2, *nobody]), 0.5),
+                       "c": (reward_of(nobody * 2), 1.0)}
     rollout, metrics = trainer.rollout(1)
     assert metrics["reward"] == 5 + 0.5 * 3
     assert (metrics["reward/a"], metrics["reward_std/a"]) == (5, pytest.approx(np.std(a)))
@@ -1513,18 +1018,16 @@ def test_metrics_by_hand(tmp_path, reward_norm):
     assert rollout["rewards"].tolist() == pytest.approx(groups[0] + groups[1], abs=1e-5)
     assert metrics["reward_std"] == pytest.approx(np.mean(stds), abs=1e-5)
     assert metrics["frac_zero_std"] == 0
-    trainer.rewards = {"a": (give(0.3, 0.3, 0.3, 0.3, 1, 2, 3, 6), 1.0)}
+    trainer.rewards = {"a": (reward_of([0.3] * 4 + [1, 2, 3, 6]), 1.0)}
     assert trainer.rollout(1)[1]["frac_zero_std"] == 0.5
     trainer.world_size = 2  # half of the prompts are another's
-    trainer.rewards = {"a": (give(1, 2, 3, 6), 1.0)}
+    trainer.rewards = {"a": (reward_of([1, 2, 3, 6]), 1.0)}
     _, metrics = trainer.rollout(1)
     assert metrics["tokens_per_sec"] == pytest.approx(2 * 4 * 10 / metrics["sec_rollout"])
-
 
 def luck(images, prompts, targets):
     """A reward that draws from all three global generators."""
     return torch.rand(len(images)) + np.random.rand() + random.random()
-
 
 def make_lucky(out, **settings):
     """A trainer of two groups of two; its reward is luck."""
@@ -1534,34 +1037,29 @@ def make_lucky(out, **settings):
     trainer.rewards = {"luck": (luck, 1.0)}
     return trainer
 
-
 def resume_lucky(out, **settings):
+    """The same, with the state that this folder holds."""
     trainer = make_lucky(None, resume=str(out), **settings)
     trainer.load_checkpoint(out)
     return trainer
-
 
 def step_of(out):
     """The step that a checkpoint holds."""
     return torch.load(out / "checkpoint.pt", weights_only=True)["step"]
 
-
 def without(row, *prefixes):
     return {key: row[key] for key in row if not key.startswith(prefixes)}
-
 
 def rows_of(out):
     """metrics.jsonl without what the clock says."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [without(json.loads(line), "sec_", "tokens_per_sec") for line in lines]
 
-
 def state_of(out):
     """A checkpoint as text, bit for bit, without the clock and the name of the folder."""
     state = torch.load(out / "checkpoint.pt", weights_only=True)
     state["history"] = [without(row, "sec_", "tokens_per_sec") for row in state["history"]]
     return json.dumps(state, default=torch.Tensor.tolist, sort_keys=True)
-
 
 def assert_same_run(one, other):
     """Every file of two runs, but for seconds and the name of the folder."""
@@ -1575,14 +1073,12 @@ def assert_same_run(one, other):
         if name.name not in ("checkpoint.pt", "metrics.jsonl", "args.json"):
             assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
-
 def assert_whole(out):
     """Nothing that others may read at any moment is torn."""
     for path in out.rglob("*.png"):
         Image.open(path).load()
     for path in out.rglob("*.safetensors"):
         load_file(path)
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
@@ -1591,36 +1087,34 @@ def finished(tmp_path_factory):
     make_lucky(out).train()
     return out
 
-
 def test_what_is_written_when(finished):
-    """Pictures of the fixed prompts before the first step, every --save-every, and at the end; and a curve
-    that is not upside down, though pixels count downwards."""
+    """Pictures come before the first step, every --save-every and at the end; the curve goes upwards."""
     rows = rows_of(finished)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert rows[0].keys() == {"step", "reward_fixed"}
     assert [row["step"] for row in rows if "reward_fixed" in row] == [0, 2, 4, 5]
-    names = sorted(path.name for path in (finished / "samples").iterdir())
-    assert names == [f"step_{step:05d}.png" for step in (0, 2, 4, 5)]
+    paths = sorted((finished / "samples").iterdir())
+    assert [path.name for path in paths] == [f"step_{step:05d}.png" for step in (0, 2, 4, 5)]
     assert step_of(finished) == 5
-    first = Image.open(finished / "samples" / names[0])
-    last = Image.open(finished / "samples" / names[-1])
     progress = Image.open(finished / "progress.png")
-    w, h = first.size
+    w, h = Image.open(paths[0]).size
     assert progress.size == (w, 3 * h)
-    assert progress.crop((0, 0, w, h)).tobytes() == first.tobytes()
-    assert progress.crop((0, h, w, 2 * h)).tobytes() == last.tobytes()
+    for path, y in ((paths[0], 0), (paths[-1], h)):
+        assert progress.crop((0, y, w, y + h)).tobytes() == Image.open(path).tobytes()
     rewards = [row["reward"] for row in rows[1:]]
     assert len(set(rewards)) == 5  # luck is new in each step
     for i, y in ((np.argmax(rewards), 6), (np.argmin(rewards), h - 6)):
         red, green, _ = progress.getpixel((min(i * w // 4, w - 1), 2 * h + y))
         assert red > 150 and green < 100
 
-
 def test_fixed_pictures_have_fixed_prompts_and_seeds(tmp_path):
-    """What training draws in between must not show, or the pictures would tell of luck. Each has its own
-    target, and its own reward above it."""
+    """What training draws in between must not show; each has its own target, and its own reward above it."""
     def reds(images, prompts, targets):
         return [target.getpixel((0, 0))[0] for target in targets]
+
+    def save():
+        trainer.save_samples(0)
+        return (tmp_path / "run/samples/step_00000.png").read_bytes()
 
     trainer = make_trainer(tmp_path / "run", size=(64, 64))
     trainer.prompts = [f"a {name} thing" for name in grpo.COLORS] + ["a ninth"]
@@ -1628,135 +1122,53 @@ def test_fixed_pictures_have_fixed_prompts_and_seeds(tmp_path):
     trainer.rewards = {"reds": (reds, 1.0)}
     spy = mock.Mock(side_effect=trainer.wrapper.generate_with_tracking)
     trainer.wrapper.generate_with_tracking = spy
-    path = tmp_path / "run/samples/step_00000.png"
     with mock.patch.object(ImageDraw.ImageDraw, "text") as captions:
         assert trainer.save_samples(0) == 3.5
+        plain = save()
     prompts, group_size, seeds = spy.call_args.args
     assert (prompts, group_size, list(seeds)) == (trainer.prompts[:8], 1, list(range(8)))
-    texts = [call.args[1] for call in captions.call_args_list]
+    texts = [call.args[1] for call in captions.call_args_list[:8]]
     assert texts == [f"{i}.000 {prompt:.16}" for i, prompt in enumerate(prompts)]
-    plain = path.read_bytes()
-    trainer.save_samples(0)
-    first = path.read_bytes()
+    first = save()
     assert first != plain
     trainer.rollout(1)
-    trainer.save_samples(0)
-    assert path.read_bytes() == first
-
+    assert save() == first
 
 def test_resume_is_bit_for_bit(finished, tmp_path):
-    """What is not in the checkpoint (moments, order, random state) would make the second half another one.
-
-    The lines that are appended stand for steps logged after the last checkpoint, the last one torn."""
+    """What is not in the checkpoint (moments, order, random state) would make the second half another one."""
     out = tmp_path / "run"
     make_lucky(out, steps=2).train()
-    with open(out / "metrics.jsonl", "a") as file:
+    with open(out / "metrics.jsonl", "a") as file:  # logged after the last checkpoint, the last one torn
         file.write('{"step": 3, "reward": 99.0}\n{"step": 4, "rew')
     resume_lucky(out).train()
     assert_same_run(finished, out)
     with pytest.raises(FileExistsError):
         make_lucky(out).train()  # a new run never writes into an old one
+    (out / "samples/step_00000.png").unlink()  # which progress.png shows
+    resume_lucky(out, steps=6).train()
+    assert step_of(out) == 6
 
-
-class Bomb:
-    """A pickle that makes the file `owned` when it is loaded."""
-    def __reduce__(self):
-        return Path.touch, (Path("owned"),)
-
-
-@pytest.mark.parametrize("fault", "prompts rank list garbage missing empty code".split())
-def test_a_checkpoint_that_does_not_fit_is_refused(finished, tmp_path, monkeypatch, fault):
-    """Half a run would go on as another one; a file from elsewhere would run its code."""
-    monkeypatch.chdir(tmp_path)
-    state = torch.load(finished / "checkpoint.pt", weights_only=True)
-    adapter = {name: weight[:1] for name, weight in state["adapter"].items()}
-    states = dict(prompts=state | {"prompts": ["another"]}, rank=state | {"adapter": adapter}, list=[1, 2, 3],
-                  missing=without(state, "optimizer"), code=state | {"adapter": Bomb()})
-    if fault in states:
-        torch.save(states[fault], "checkpoint.pt")
-    if fault == "garbage":
-        Path("checkpoint.pt").write_text("no checkpoint")
-    with pytest.raises(ValueError, match=str(tmp_path)) as refused:
-        resume_lucky(tmp_path)
-    assert "\n" not in str(refused.value)
-    assert not Path("owned").exists()
-
-
-def test_a_reward_that_fails_costs_no_step(tmp_path):
-    """The steps since the last checkpoint would be lost; and without its cause nobody could mend it."""
-    out = tmp_path / "run"
-    trainer = make_lucky(out, save_every=99)
-
-    def fails(images, prompts, targets):
-        return luck(images, prompts, targets) if len(trainer.history) != 4 else 1 / 0
-
-    trainer.rewards = {"luck": (fails, 1.0)}
-    with pytest.raises(RuntimeError, match="luck.*ZeroDivisionError") as failed:
-        trainer.train()
-    assert isinstance(failed.value.__cause__, ZeroDivisionError)
-    assert step_of(out) == 3
-    resume_lucky(out, save_every=99).train()
-    make_lucky(tmp_path / "undisturbed", save_every=99).train()
-    assert_same_run(tmp_path / "undisturbed", out)
-
-
-def test_a_reward_that_fails_on_the_fixed_pictures_costs_no_step(tmp_path):
-    """It sees them before the checkpoint is written: the steps since the last one were lost."""
-    trainer = make_lucky(tmp_path / "run", save_every=3)
+@pytest.mark.parametrize("save_every", [99, 3])
+def test_a_reward_that_fails_costs_no_step(tmp_path, save_every):
+    """In a rollout, or on the fixed pictures: the steps since the last checkpoint would be lost."""
+    trainer = make_lucky(tmp_path / "run", save_every=save_every)
 
     def fails(images, prompts, targets):
         return 1 / 0 if len(trainer.history) == 4 else luck(images, prompts, targets)
 
     trainer.rewards = {"luck": (fails, 1.0)}
-    with pytest.raises(RuntimeError, match="luck"):
+    with pytest.raises(RuntimeError, match="luck.*ZeroDivisionError"):
         trainer.train()
     assert step_of(tmp_path / "run") == 3
 
-
-def test_the_first_picture_may_be_lost(finished, tmp_path):
-    """progress.png shows it: every --resume ended at the next pictures, before it had saved anything. (Torn it
-    cannot be: pictures are written aside and renamed.)"""
-    out = shutil.copytree(finished, tmp_path / "run")
-    (out / "samples/step_00000.png").unlink()
-    resume_lucky(out, steps=6).train()
-    assert step_of(out) == 6
-
-
-def test_as_a_library(tmp_path, monkeypatch):
-    """What a script does: settings, a wrapper, a reward of its own, a run, and an evaluation of that run."""
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
-
-    def sharp(images, prompts, targets):
-        return [np.diff(np.array(image).astype(int), axis=0).std() for image in images]
-
-    prompts = ["a red fox", "a blue door"]
-    config = grpo.Config(**grpo.TINY | dict(steps=2, out=str(tmp_path / "run")))
-    trainers = []
-    for _ in range(2):
-        wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
-        trainers.append(grpo.GRPOTrainer(config, wrapper, prompts, rewards={"sharp": (sharp, 1.0)}))
-    trainer, other = trainers
-    trainer.train()
-    assert all("reward/sharp" in row for row in trainer.history[1:])
-    _, before = other.evaluate(prompts, [None, None])
-    other.load_checkpoint(config.out)
-    images, after = other.evaluate(prompts, [None, None])
-    assert np.mean(before) == trainer.history[0]["reward_fixed"]
-    assert np.mean(after) == trainer.history[2]["reward_fixed"] != np.mean(before)
-    assert [image.size for image in images] == [(128, 128)] * 2
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Processes: several GPUs (here of the CPU), signals, kills
-
-QUICK = functools.partial(make_tiny_pipeline, warmup_steps=0)
+# --- Processes: several GPUs (here of the CPU), signals, kills ----------------------------------------------
 SMALL = "--model tiny --size 64 --batch-size 2 --group-size 2 --micro-batch-size 2".split()
 ENV = os.environ | {
     "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     "PYTHONWARNINGS": "ignore:resource_tracker"}  # which minds that kill -9 leaves locks behind
+PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 SERVER = multiprocessing.get_context("forkserver")  # imports all that is slow once, for all its children
 SERVER.set_forkserver_preload([__name__, "diffusers.pipelines.glm_image.pipeline_glm_image"])
-
 
 def child(folder, argv, before, env):
     """The life of a process: grpo.main on the random toy, after `before`. What it prints goes to a file."""
@@ -1769,18 +1181,15 @@ def child(folder, argv, before, env):
     before()
     grpo.main(argv)
 
-
 def start(folder, *argv, before=bool, **env):
     process = SERVER.Process(target=child, args=(folder, argv, before, env), daemon=True)
     with mock.patch.dict(os.environ, ENV):
         process.start()
     return process
 
-
 def end(process):
     process.join(300)
     return process.exitcode
-
 
 def run_on_two(folder, *argv, before=bool):
     """Two processes, as torchrun would start them -> their exit codes, and what they have printed."""
@@ -1791,11 +1200,9 @@ def run_on_two(folder, *argv, before=bool):
     processes = [start(folder, *argv, before=before, RANK=rank, **env) for rank in "01"]
     return [end(process) for process in processes], (folder / "log").read_text()
 
-
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """command(*argv) is `python grpo.py` on the random toy, in this process and in tmp_path
-    -> exit code, stdout, stderr."""
+    """command(*argv): `python grpo.py` on the random toy, in tmp_path -> exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
 
@@ -1816,70 +1223,53 @@ def command(tmp_path, monkeypatch, capsys):
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
+def assert_refused(outcome, word):
+    """Exit code 2 and one line that has this word."""
+    code, _, error = outcome
+    assert code == 2 and error.startswith("grpo.py: error: ") and error.count("\n") == 1, error
+    assert word in error
+
+def assert_same_adapters(one, other):
+    """Of two runs, to 1e-5."""
+    one, other = (load_file(out / "adapter/adapter_model.safetensors") for out in (one, other))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 def test_two_gpus_do_what_one_does(tmp_path, command):
-    """Rewards, gradients and metrics must all have crossed over: batch scaling and two updates see to it.
-
-    Three steps in one process = two steps in two and, resumed, one in one. The file of the reward sets a
-    global of grpo: were `import grpo` in it another module than the one that runs, so would be the toy."""
+    """Three steps in one process = two steps in two and, resumed, one in one: all must have crossed over."""
     (tmp_path / "quick.py").write_text("""
 import functools, grpo
 grpo.make_tiny_pipeline = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)
 color = grpo.reward_color
-def blue(images, prompts, targets):  # an opinion on one GPU alone: in step 2 the first, in step 3 none
-    return [image.getpixel((9, 9))[2] if "blue" in prompt else None for image, prompt in zip(images, prompts)]
-def bicycle(images, prompts, targets):  # and in step 1 the second
-    return [image.getpixel((9, 9))[2] if "bicycle" in p else None for image, p in zip(images, prompts)]
 """)
     flags = "--scale-rewards batch --num-iterations 2 --save-every 2 --lr 1e-3 --kl-coef 0.1"
-    rewards = "quick.py:color,quick.py:blue=0,quick.py:bicycle=0"
-    argv = [*SMALL, *flags.split(), "--max-grad-norm", "1e-3", "--reward", rewards]
+    argv = [*SMALL, *flags.split(), "--max-grad-norm", "1e-3", "--reward", "quick.py:color"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.Popen(
-        [*torchrun, HERE / "grpo.py", *argv, "--out", "two", "--steps", "2"], cwd=tmp_path, env=ENV,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*torchrun, HERE / "grpo.py", *argv, "--out", "two", "--steps", "2"],
+                               cwd=tmp_path, env=ENV, **PIPES)
     assert command(*argv, "--out", "one", "--steps", "3")[0] == 0
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
     assert len(re.findall("^step ", out, re.MULTILINE)) == 3  # and not 6
     assert out.count("model: ") == 1
     assert command("--resume", "two", "--steps", "3")[0] == 0
-    one, two = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("one", "two"))
-    for name, weight in one["adapter"].items():
-        assert (weight - two["adapter"][name]).abs().max() < 1e-5
-    rows = rows_of(tmp_path / "one")
-    assert "reward/quick.py:bicycle" in rows[1] and "reward/quick.py:blue" in rows[2]
-    for a, b in zip(rows, rows_of(tmp_path / "two"), strict=True):
+    assert_same_adapters(tmp_path / "one", tmp_path / "two")
+    for a, b in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
         a = without(a, "reward_std/")  # over the images of one GPU
         assert a == pytest.approx(without(b, "reward_std/"), rel=1e-3, abs=1e-5)
 
-
-@pytest.mark.parametrize("cuda, backend", [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
-def test_gpus_talk_over_nccl_and_hosts_over_gloo(command, monkeypatch, cuda, backend):
+def test_gpus_talk_over_nccl_and_hosts_over_gloo(monkeypatch):
     """NCCL waits for a process that has died; what crosses over first in a step must go over gloo."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     begin = mock.Mock(side_effect=ZeroDivisionError)
     choose = mock.Mock()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", choose)
     monkeypatch.setattr(torch.distributed, "init_process_group", begin)
     with pytest.raises(ZeroDivisionError):
         grpo.main(SMALL)
-    assert backend in [*begin.call_args.args, *begin.call_args.kwargs.values()]
-    assert choose.call_args_list == [mock.call(1)] * cuda
-
-
-def lose_a_card():
-    update = grpo.GRPOTrainer.update
-
-    def dies(trainer):
-        if trainer.rank == 1 and len(trainer.history) == 3:
-            raise RuntimeError("this card has fallen off the bus")
-        return update(trainer)
-
-    grpo.GRPOTrainer.update = dies
-
+    begin.assert_called_once_with("cpu:gloo,cuda:nccl")
+    choose.assert_called_once_with(1)
 
 def divide_by_zero():
     calls = []
@@ -1889,20 +1279,6 @@ def divide_by_zero():
         return [0.5] * len(images) if torch.distributed.get_rank() == 0 or len(calls) < 3 else 1 / 0
 
     grpo.REWARDS["color"] = fails
-
-
-def signal_one_gpu():
-    log = grpo.GRPOTrainer.log
-
-    def tell(trainer, row):
-        log(trainer, row)
-        if row["step"] == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    grpo.GRPOTrainer.log = tell  # which the first GPU alone does
-    if os.environ["RANK"] == "1":
-        Path.write_bytes = None  # both in one file, at once
-
 
 def signal_while_they_agree():
     gather = torch.distributed.all_gather_object
@@ -1915,33 +1291,20 @@ def signal_while_they_agree():
             os.kill(os.getpid(), signal.SIGTERM)
 
     torch.distributed.all_gather_object = tell
+    if os.environ["RANK"] == "1":
+        Path.write_bytes = None  # both in one file, at once
 
-
-@pytest.mark.parametrize("fault, code, word, step", [
-    (lose_a_card, 1, "off the bus", 0), (divide_by_zero, 1, "ZeroDivisionError", 2),
-    (signal_one_gpu, 143, "stopped after step 2", 2),
-    (signal_while_they_agree, 143, "stopped after step 2", 2)])
-def test_what_happens_to_one_gpu_ends_the_run_on_all(tmp_path, fault, code, word, step):
-    """The others would wait for ever. A reward that fails costs no step, though only the first GPU saves; and
-    a signal that one of them gets stops all after the same step."""
-    flags = "--steps 99 --save-every 99 --out run".split()
-    codes, log = run_on_two(tmp_path, *SMALL, *flags, before=fault)
-    assert codes == [code, code], log
-    assert word in log
-    assert step_of(tmp_path / "run") == step
-    if fault is signal_one_gpu:  # and they go on together
-        codes, log = run_on_two(tmp_path, "--resume", "run", "--steps", "4")
-        assert codes == [0, 0], log
-        assert step_of(tmp_path / "run") == 4
-
-
-def test_prompts_that_do_not_divide_over_the_gpus_are_refused(tmp_path):
-    """Three prompts on two GPUs: the advantages would be those of other samples, without any error."""
-    codes, log = run_on_two(tmp_path, *SMALL, "--batch-size", "3", "--out", "run")
-    assert codes == [2, 2], log
-    assert "--batch-size" in log
-    assert not (tmp_path / "run").exists()
-
+@pytest.mark.parametrize("fault, code, word", [
+    (divide_by_zero, 1, "ZeroDivisionError"), (signal_while_they_agree, 143, "stopped after step 2")])
+def test_what_happens_to_one_gpu_ends_the_run_on_all(tmp_path, fault, code, word):
+    """The others would wait for ever; a reward costs no step, a signal stops all after the same one."""
+    codes, log = run_on_two(
+        tmp_path, *SMALL, *"--steps 99 --save-every 99 --out run".split(), before=fault)
+    assert codes == [code, code] and word in log, log
+    assert step_of(tmp_path / "run") == 2
+    codes, log = run_on_two(tmp_path, "--resume", "run", "--steps", "4")  # and they go on together
+    assert codes == [0, 0], log
+    assert step_of(tmp_path / "run") == 4
 
 def test_signals_finish_the_step_and_save(tmp_path, command, monkeypatch):
     """Ctrl-C, or the machine is taken away: no step is lost, and going on gives an undisturbed run."""
@@ -1965,7 +1328,6 @@ def test_signals_finish_the_step_and_save(tmp_path, command, monkeypatch):
     assert command(*flags, "--out", "whole")[0] == 0
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
-
 def press_twice():
     def color(images, prompts, targets):
         os.kill(os.getpid(), signal.SIGINT)
@@ -1974,120 +1336,87 @@ def press_twice():
 
     grpo.REWARDS["color"] = color
 
-
 def wait_in_step_two():
     rollout = grpo.GRPOTrainer.rollout
 
     def waits(trainer, step):
-        for _ in range(10_000):
-            if step == 2 and not Path("go").exists():
-                Path("waiting").touch()
-                time.sleep(0.01)
+        if step == 2:
+            Path("waiting").touch()
+            time.sleep(60)
         return rollout(trainer, step)
 
     grpo.GRPOTrainer.rollout = waits
 
-
 def test_a_folder_has_one_run_at_a_time(tmp_path, command, monkeypatch):
     """Of two runs in one folder all but one were lost. A run that was killed must not lock its folder."""
     flags = [*SMALL, "--steps", "3", "--save-every", "1"]
-    for argv in ([*flags, "--out", "run"], ["--resume", "run"]):
-        process = start(tmp_path, *argv, before=wait_in_step_two)
-        while process.is_alive() and not (tmp_path / "waiting").exists():
-            time.sleep(0.01)
-        before = state_of(tmp_path / "run")
-        code, _, error = command("--resume", "run")
-        assert (code, error.count("\n")) == (2, 1), error
-        assert process.is_alive() and state_of(tmp_path / "run") == before
-        if argv[0] != "--resume":
-            process.kill()
-            assert end(process) == -signal.SIGKILL
-        (tmp_path / "waiting").unlink()
-    (tmp_path / "go").touch()
-    assert end(process) == 0
-    assert command("--resume", "run", "--steps", "4")[0] == 0
-    assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 3, 4]
+    process = start(tmp_path, *flags, "--out", "run", before=wait_in_step_two)
+    while process.is_alive() and not (tmp_path / "waiting").exists():
+        time.sleep(0.01)
+    before = state_of(tmp_path / "run")
+    assert_refused(command("--resume", "run"), "")
+    assert process.is_alive() and state_of(tmp_path / "run") == before
+    process.kill()
+    assert end(process) == -signal.SIGKILL
+    assert command("--resume", "run")[0] == 0
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 3]
     monkeypatch.setattr(time, "strftime", lambda text: "runs/now")
     codes = [command(*SMALL, "--steps", "1")[0] for _ in range(2)]  # begun in the same second
     assert codes == [0, 2]
 
-
-def pipe_into_head():
-    read, write = os.pipe()
-    os.dup2(write, 1)
-    os.close(write)
-
-    def head():
-        with open(read) as pipe:
-            while not pipe.readline().startswith("step 1 "):
-                pass
-
-    threading.Thread(target=head, daemon=True).start()
-
-
-def test_a_closed_stdout_loses_no_step(tmp_path):
+def test_a_closed_stdout_loses_no_step(tmp_path, command, monkeypatch):
     """`python grpo.py | head -1` lost all steps since the last save: ten, or hours."""
-    argv = [*SMALL, "--steps", "9", "--save-every", "99", "--out", "run"]
-    end(start(tmp_path, *argv, before=pipe_into_head))
-    steps = [row["step"] for row in rows_of(tmp_path / "run")]
-    assert len(steps) > 1 and step_of(tmp_path / "run") == steps[-1]
+    class Head(io.StringIO):
+        def write(self, text):
+            if "step 1 " in self.getvalue():
+                raise BrokenPipeError
+            return super().write(text)
 
+    monkeypatch.setattr(sys, "stdout", Head())
+    command(*SMALL, "--steps", "3", "--save-every", "99", "--out", "run")
+    assert step_of(tmp_path / "run") == 3
 
 def test_the_second_signal_stops_at_once(tmp_path):
     """A step can take minutes; who presses twice does not want to wait."""
     assert end(start(tmp_path, *SMALL, "--out", "run", before=press_twice)) == -signal.SIGINT
     assert not (tmp_path / "run/checkpoint.pt").exists()
 
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
 
-@pytest.mark.parametrize("name", ["checkpoint.pt", "adapter_model", "step_", "progress", "metrics"])
-def test_a_full_disk_is_one_line_and_spares_the_old_checkpoint(tmp_path, command, monkeypatch, name):
-    """Written in place, the old file would be gone with the new one; safetensors had a traceback."""
-    write = Path.write_bytes
-    calls = []
-
-    def fill(path, data):
-        calls.append(name in path.name)
-        if sum(calls) < 3:
-            return write(path, data)
-        write(path, data[:len(data) // 2])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", fill)
-    code, _, error = command(*SMALL, "--steps", "5", "--save-every", "1", "--out", "run")
-    assert code == 2
-    assert len(error.splitlines()) == 1 and "No space left" in error
-    assert step_of(tmp_path / "run") == (2 if name == "progress" else 1)  # which step 0 does not write
-    assert_whole(tmp_path / "run")
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
-    assert command("--resume", "run", "--steps", "3")[0] == 0  # when there is room again
-
-
-def kill_in(method, name, when):
-    """kill -9 in the when-th write of a file (half of it is on the disk), or before it gets its name."""
+def fail_in(method, name, when, fail=kill):
+    """In the when-th write of a file (half of it is on the disk), or before it gets its name."""
     original = getattr(Path, method)
     calls = []
 
-    def dies(path, value):
+    def fails(path, value):
         calls.append(name in path.name)
         if sum(calls) < when:
             return original(path, value)
         if method == "write_bytes":
             original(path, value[:len(value) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
+        fail()
 
-    setattr(Path, method, dies)
+    setattr(Path, method, fails)
 
+@pytest.mark.parametrize("name", ["checkpoint.pt", "adapter_model", "step_", "progress", "metrics"])
+def test_a_full_disk_is_one_line_and_spares_the_old_checkpoint(tmp_path, command, monkeypatch, name):
+    """Written in place, the old file would be gone with the new one; safetensors had a traceback."""
+    no_space = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_bytes", Path.write_bytes)  # to be put back
+        fail_in("write_bytes", name, 3, no_space)
+        assert_refused(command(*SMALL, "--steps", "5", "--save-every", "1", "--out", "run"), "No space left")
+    assert step_of(tmp_path / "run") == (2 if name == "progress" else 1)  # which step 0 does not write
+    assert_whole(tmp_path / "run")
+    assert command("--resume", "run", "--steps", "3")[0] == 0  # when there is room again
 
 KILLS = [("write_bytes", "checkpoint.pt"), ("replace", "checkpoint.pt"), ("replace", "progress.png"),
          ("write_bytes", "step_"), ("write_bytes", "metrics.jsonl"),
          ("write_bytes", "adapter_model")]  # of the last step: the checkpoint must not be ahead of it
 
-
 def faults(folder, kills, steps, say=print):
-    """A run that is killed again and again (inside a file, or some seconds after a step) and resumed each
-    time, against an undisturbed one."""
+    """A run is killed again and again (inside a file, or at any moment) and resumed, against a whole one."""
     log = folder / "run/metrics.jsonl"
     flags = [*SMALL, "--steps", str(steps), "--save-every", "1"]
     whole = start(folder, *flags, "--out", "whole")
@@ -2097,7 +1426,7 @@ def faults(folder, kills, steps, say=print):
             shutil.rmtree(folder / "run", ignore_errors=True)
             argv = [*flags, "--out", "run"]
         if isinstance(kill, tuple):
-            process = start(folder, *argv, before=functools.partial(kill_in, *kill))
+            process = start(folder, *argv, before=functools.partial(fail_in, *kill))
         else:
             written = log.stat().st_mtime_ns if log.exists() else 0
             process = start(folder, *argv)
@@ -2115,30 +1444,22 @@ def faults(folder, kills, steps, say=print):
     assert_same_run(folder / "whole", folder / "run")
     say(f"{len(kills)} kills, {steps} steps: every file is that of an undisturbed run")
 
-
 def test_kill_nine_at_any_moment(tmp_path):
     """Each file could be left torn, or other than the checkpoint has it. The short form of --faults."""
     faults(tmp_path, [(*kill, 2) for kill in KILLS], steps=len(KILLS), say=str)
 
-
-# ---------------------------------------------------------------------------------------------------------
-# The command
-
-
+# --- The command --------------------------------------------------------------------------------------------
 @pytest.fixture(scope="session", autouse=True)
 def first_command(request, tmp_path_factory):
-    """The README's command as a user runs it: its own process, another directory, every default. It takes
-    longest, so it begins before the first test, and runs beside them all."""
+    """The README's command, its own process, every default: it runs beside all tests, as it takes longest."""
     if not any("run" in item.fixturenames for item in request.session.items):
         yield
         return
     folder = tmp_path_factory.mktemp("first")
     argv = [sys.executable, HERE / "grpo.py", *"--group-size 4 --model tiny --out out".split()]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(argv, cwd=folder, env=ENV, **pipes) as process:
+    with subprocess.Popen(argv, cwd=folder, env=ENV, **PIPES) as process:
         yield process, folder / "out"
         process.kill()
-
 
 @pytest.fixture(scope="session")
 def run(first_command):
@@ -2147,11 +1468,9 @@ def run(first_command):
     assert process.returncode == 0, error
     return out, printed
 
-
 METRICS = """step loss policy_loss reward reward_std reward/color reward_std/color frac_zero_std kl ratio_mean
     ratio_max clip_frac entropy grad_norm skipped sampler_gap lr sec_rollout sec_decode sec_reward sec_update
     tokens_per_sec peak_gib""".split()
-
 
 def test_what_the_first_command_leaves(run):
     """What the README promises to find in the folder, and what it says to look at."""
@@ -2168,10 +1487,8 @@ def test_what_the_first_command_leaves(run):
     assert printed.startswith("model: tiny")
     assert f"{out}: progress.png, and adapter/ for GlmImageForConditionalGeneration" in printed
 
-
 def test_it_learns(run):
-    """The promise of the README: the last five steps beat the first five by far more than luck, and every
-    fixed prompt gets closer to its colour, read from the pictures themselves."""
+    """Rewards rise by far more than luck, and every fixed picture gets closer to its colour."""
     out, _ = run
     rewards = [row["reward"] for row in rows_of(out)[1:]]
     assert np.mean(rewards[-5:]) - np.mean(rewards[:5]) > 0.15
@@ -2182,9 +1499,7 @@ def test_it_learns(run):
         pictures = [sheet.crop((i * 128, 0, i * 128 + 128, 128)) for sheet in sheets]
         before, after = grpo.reward_color(pictures, [prompt] * 2)
         gains.append(float(after - before))
-    assert min(gains) > 0
-    assert np.mean(gains) > 0.1
-
+    assert min(gains) > 0 and np.mean(gains) > 0.1
 
 WRONG = """--group-size 1, --group-size four, --size 0, --size -64, --size 64x, --size big, --size 64x128x256,
     --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0, --seed -1,
@@ -2194,105 +1509,88 @@ WRONG = """--group-size 1, --group-size four, --size 0, --size -64, --size 64x, 
     --grop-size 4, --group 4, --reward """.split(", ")  # the answer names the flag
 BAD = [*((typed.strip(), typed.split()[0]) for typed in WRONG), *[  # what is typed, and a word of the answer
     ("--size 100", "multiples of 32"), ("--prompts missing.txt", "missing.txt"), ("--prompts .", "directory"),
-    ("--prompts empty.txt", "no prompt"), ("--prompts comments.txt", "no prompt"),
-    ("--prompts latin1.txt", "utf-8"), ("--prompts long.txt", "too long"), ("--prompts token.txt", "<image>"),
-    ("--prompts other_token.txt", "<|image|>"),
-    ("--prompts lost.txt", "lost.png"), ("--prompts text.txt", "image"), ("--reward beauty", "color, mse"),
+    ("--prompts comments.txt", "no prompt"), ("--prompts latin1.txt", "utf-8"),
+    ("--prompts long.txt", "too long"), ("--prompts token.txt", "<image>"),
+    ("--prompts other_token.txt", "<|image|>"), ("--prompts lost.txt", "lost.png"),
+    ("--prompts text.txt", "image"), ("--reward beauty", "color, mse"),
     ("--reward color=much", "much"), ("--reward color=nan", "nan"), ("--reward color=1,color=2", "twice"),
     ("--reward color,", "unknown"), ("--reward mine.py:sharp,mine.py:sharp=2", "twice"),
     ("--reward nowhere.py:sharp", "nowhere.py"), ("--reward mine.py", "mine.py"), ("--reward mse", "target"),
     ("--reward mine.py:dull", "dull"), ("--model folder", "folder"), ("--model no-such/model", "no-such"),
-    ("--resume ", "holds no run"), ("--resume nowhere", "holds no run"), ("--resume broken", "no run of this model"),
-    ("--resume evil", "no run of this model"),
-    ("--resume headless", "optimizer"), ("--resume done --lr 1e-4", "--steps"),
-    ("--resume done --prompts empty.txt", "no prompt"),
-    ("--resume done --prompts other.txt", "other prompts"), ("--out ", "exists"), ("--out .", "exists"),
-    ("--out done", "--resume"), ("--out empty.txt/run", "empty.txt")]]
-
+    ("--resume ", "holds no run"), ("--resume nowhere", "holds no run"),
+    ("--resume done --lr 1e-4", "--steps"), ("--resume done --prompts other.txt", "other prompts"),
+    ("--out ", "exists"), ("--out done", "--resume"), ("--out comments.txt/run", "comments.txt")]]
 
 @pytest.fixture(scope="module")
 def bad_files(finished, tmp_path_factory):
     """All that BAD names, in a folder."""
     folder = tmp_path_factory.mktemp("bad")
-    for name in ("folder", "broken", "done", "headless", "evil"):
+    for name in ("folder", "done"):
         (folder / name).mkdir()
+    state = torch.load(finished / "checkpoint.pt", weights_only=True)
+    torch.save(state | {"prompts": ["a red fox"]}, folder / "done/checkpoint.pt")
+    args = json.loads((finished / "args.json").read_text()) | {"prompts": str(folder / "good.txt")}
     texts = {
-        "empty.txt": "", "comments.txt": "# only\n\n", "long.txt": "red\n" + 2_500 * "very " + "red\n",
+        "comments.txt": "# only\n\n", "long.txt": "red\n" + 2_500 * "very " + "red\n",
         "token.txt": "an <image>\n", "other_token.txt": "<|image|>\n",
-        "lost.txt": "a fox\tlost.png\n", "text.txt": "a fox\tempty.txt\n",
-        "good.txt": "a red fox\n", "other.txt": "a blue fox\n", "broken/checkpoint.pt": "none",
-        "mine.py": "def sharp(images, *_): return [1.0] * len(images)", "syntax.py": "def sharp(",
-        "zero.py": "1 / 0", "leave.py": "exit(0)"}
+        "lost.txt": "a fox\tlost.png\n", "text.txt": "a fox\tcomments.txt\n",
+        "good.txt": "a red fox\n", "other.txt": "a blue fox\n", "done/args.json": json.dumps(args),
+        "mine.py": "def sharp(images, *_): return [1.0] * len(images)"}
     for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / "latin1.txt").write_bytes(b"caf\xe9\n")
-    state = torch.load(finished / "checkpoint.pt", weights_only=True)
-    state["prompts"] = ["a red fox"]
-    torch.save(state, folder / "done/checkpoint.pt")
-    torch.save(without(state, "optimizer"), folder / "headless/checkpoint.pt")
-    torch.save(state | {"adapter": Bomb()}, folder / "evil/checkpoint.pt")
-    args = json.loads((finished / "args.json").read_text())
-    args["prompts"] = str(folder / "good.txt")
-    for name in ("done", "headless", "broken", "evil"):
-        (folder / name / "args.json").write_text(json.dumps(args))
     return folder
-
 
 @pytest.mark.parametrize("typed, word", BAD)
 def test_bad_input_gets_one_line_and_exit_code_2(bad_files, command, monkeypatch, typed, word):
-    """No traceback, nothing written (nor by a checkpoint from elsewhere, with code in it), no model loaded in
-    vain where that can be known before."""
+    """No traceback, nothing written, no model loaded in vain where that can be known before."""
     monkeypatch.chdir(bad_files)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     before = sorted(bad_files.rglob("*"))
     model = [] if typed.startswith(("--model", "--resume")) else ["--model", "tiny"]
-    code, _, error = command(*model, *typed.split(" "))
-    assert code == 2
-    assert error.startswith("grpo.py: error: ") and error.count("\n") == 1 and word in error, error
+    assert_refused(command(*model, *typed.split(" ")), word)
     assert sorted(bad_files.rglob("*")) == before
 
-
-@pytest.mark.parametrize("file, cause", [
-    ("syntax.py", SyntaxError), ("zero.py", ZeroDivisionError), ("leave.py", SystemExit)])
-def test_a_broken_file_of_rewards_keeps_its_traceback(bad_files, command, monkeypatch, file, cause):
+@pytest.mark.parametrize("code, cause", [("1 / 0", ZeroDivisionError), ("exit(0)", SystemExit)])
+def test_a_broken_file_of_rewards_keeps_its_traceback(command, code, cause):
     """One line would not say where in the user's own code to look; exit(0) would be a run that went well."""
-    monkeypatch.chdir(bad_files)
-    with pytest.raises(RuntimeError, match=file) as failed:
-        command("--model", "tiny", "--reward", f"{file}:sharp")
+    Path("broken.py").write_text(code)
+    with pytest.raises(RuntimeError, match="broken.py") as failed:
+        command("--model", "tiny", "--reward", "broken.py:sharp")
     assert isinstance(failed.value.__cause__, cause)
 
+class Bomb:
+    """A pickle that makes the file `owned` when it is loaded."""
+    def __reduce__(self):
+        return Path.touch, (Path("owned"),)
 
-ODD = [("args steps", "ten"), ("args size", "wide"), ("args seed", -1), ("args lr", "fast"), ("args top_p", [1]),
-       ("args batch_size", 2.5), ("args prompts", 7), ("args reward", {}), ("args", {"x": 1}),
-       ("history", 7), ("history", []), ("history", [{}] * 6), ("history", ["row"] * 6), ("prompts", None),
-       ("adapter", None), ("optimizer", {}), ("optimizer param_groups", []),
-       ("optimizer state", {0: {"step": 1}}), ("optimizer state 0 exp_avg", torch.zeros(3)),
-       ("optimizer state 0 exp_avg_sq", "none")]
-
+ODD = [  # what is put where
+    ("args", {"x": 1}), ("args steps", "ten"), ("args prompts", 7), ("state", None), ("state", [1, 2, 3]),
+    ("state history", 7), ("state history", []), ("state history", [{}] * 6), ("state prompts", None),
+    ("state adapter", None), ("state adapter", Bomb()),
+    ("state adapter model.language_model.layers.0.self_attn.q_proj.lora_A.weight", torch.zeros(1)),
+    ("state optimizer", {}), ("state optimizer param_groups", []),
+    ("state optimizer state", {0: {"step": 1}}), ("state optimizer state 0 exp_avg", torch.zeros(3)),
+    ("state optimizer state 0 exp_avg_sq", torch.zeros(3))]
 
 @pytest.mark.parametrize("place, value", ODD)
 def test_an_odd_checkpoint_gets_one_line(bad_files, tmp_path, command, place, value):
-    """A torn or edited one gave a dozen kinds of tracebacks, some of them after it had been overwritten."""
-    state = torch.load(bad_files / "done/checkpoint.pt", weights_only=True)
-    state["args"] = json.loads((bad_files / "done/args.json").read_text())
+    """It gave tracebacks, some after it had been overwritten; one from elsewhere would run its code."""
+    files = {"args": json.loads((bad_files / "done/args.json").read_text()),
+             "state": torch.load(bad_files / "done/checkpoint.pt", weights_only=True)}
     *keys, last = [int(key) if key.isdigit() else key for key in place.split()]
-    functools.reduce(lambda part, key: part[key], keys, state)[last] = value
+    functools.reduce(lambda part, key: part[key], keys, files)[last] = value
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/args.json").write_text(json.dumps(state.pop("args")))
-    torch.save(state, tmp_path / "run/checkpoint.pt")
-    before = (tmp_path / "run/checkpoint.pt").read_bytes()
+    (tmp_path / "run/args.json").write_text(json.dumps(files["args"]))
+    checkpoint = tmp_path / "run/checkpoint.pt"
+    torch.save(files["state"], checkpoint)
+    before = sorted(tmp_path.rglob("*")), checkpoint.read_bytes()
     typed = [] if place == "args steps" else ["--steps", "6"]
-    code, _, error = command("--resume", "run", *typed)
-    assert code == 2
-    assert error.startswith("grpo.py: error: ") and error.count("\n") == 1, error
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert not names & {"adapter", "samples", "metrics.jsonl", "progress.png"}
-    assert (tmp_path / "run/checkpoint.pt").read_bytes() == before
-
+    assert_refused(command("--resume", "run", *typed), "")
+    assert (sorted(tmp_path.rglob("*")), checkpoint.read_bytes()) == before
 
 def test_moved_things_are_found(bad_files, tmp_path, command, monkeypatch):
-    """Resumed from another directory, with a model of one's own: relative paths led nowhere; and what has
-    moved, the same lines in another file, was refused."""
+    """Resumed elsewhere, relative paths led nowhere; and the same lines in another file were refused."""
     models = []
     monkeypatch.setattr(diffusers.GlmImagePipeline, "from_pretrained",
                         lambda path, **_: models.append(path) or QUICK(0))
@@ -2310,9 +1608,8 @@ def test_moved_things_are_found(bad_files, tmp_path, command, monkeypatch):
     assert [Path(model) for model in models] == [tmp_path / "mine"] * 2 + [tmp_path / "yours"]
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 3]
 
-
 def test_the_toy_runs_on_one_thread(command, monkeypatch):
-    """Two wait for each other on a busy machine: a run of half a minute took hours. Who sets them has them."""
+    """Two wait for each other on a busy machine: half a minute took hours. Who sets them has them."""
     monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert command(*SMALL, "--steps", "1", "--out", "set")[0] == 0
@@ -2321,111 +1618,89 @@ def test_the_toy_runs_on_one_thread(command, monkeypatch):
     assert command(*SMALL, "--steps", "1", "--out", "free")[0] == 0
     torch.set_num_threads.assert_called_once_with(1)
 
-
 def test_help_shows_every_flag(command):
     """Made from the comments of Config, in which a % or a missing word would break it."""
     code, out, _ = command("--help")
     assert code == 0
     assert set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)) == {flag_of(field) for field in FIELDS}
 
-
 def test_settings_reach_the_wrapper(command, monkeypatch):
     """And so does what is not given: the toy's defaults where GLM-Image has no room, else its own."""
-    seen = []
-
-    def stop(path, config):
-        seen.append((path, config))
-        raise ValueError("seen")
-
-    monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", stop)
+    spy = mock.Mock(side_effect=ValueError)
+    monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", spy)
     command(*"--top-p 0.5 --temperature 0.7 --guidance 2 --size 64x96 --decode-steps 3 --offload on".split())
     monkeypatch.setattr(grpo, "free_gib", lambda: 80)
     command("--group-size", "6")
     typed = dict(top_p=0.5, temperature=0.7, guidance=2.0, size=(64, 96), decode_steps=3, offload="on")
-    assert seen[0] == ("tiny", grpo.Config(**grpo.TINY | typed))
-    assert seen[1] == ("zai-org/GLM-Image", grpo.Config(group_size=6))
-    wrapper = grpo.GLMImageWrapper(QUICK(0), seen[0][1])
+    toy = grpo.Config(**grpo.TINY | typed)
+    assert spy.call_args_list == [
+        mock.call("tiny", toy), mock.call("zai-org/GLM-Image", grpo.Config(group_size=6))]
+    wrapper = grpo.GLMImageWrapper(QUICK(0), toy)
     assert (wrapper.top_p, wrapper.temperature, wrapper.height, wrapper.width) == (0.5, 0.7, 96, 64)
 
-
-# ---------------------------------------------------------------------------------------------------------
-# The painter: flow.py of the README
-
+# --- The painter: flow.py of the README ---------------------------------------------------------------------
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # of @pytest.mark.readme
+FROM_README = [pytest.param("README.md", marks=pytest.mark.readme)]  # for a fixture: marks what uses it
 PAINT = dict(kl_coef=0.0, decode_steps=8)
 WRAPPER = grpo.GLMImageWrapper
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=FROM_README)
 def flow(tmp_path_factory):
     """flow.py as the README's own command writes it."""
     path = tmp_path_factory.mktemp("flow") / "flow.py"
-    (line,) = re.findall(r"^sed .* > flow.py$", README, re.MULTILINE)
+    line, = re.findall(r"^sed .* > flow.py$", README, re.MULTILINE)
     subprocess.run(line.replace("> flow.py", f"> {path}"), shell=True, check=True, cwd=HERE)
     assert path.read_text() == readme_code("flow.py")
-    spec = importlib.util.spec_from_file_location("flow", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+    return load_module(readme_code("flow.py"), "flow")
 
 def shift_sigmas(pipe):
     """A schedule that depends on the size of the image, as GLM-Image's does and the toy's does not."""
     pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, time_shift_type="linear", base_shift=0.25, max_shift=0.75)
 
-
 def make_painter(flow, **settings):
+    """The painter of the random toy, with the scale of latents and the sigmas that GLM-Image may have."""
     wrapper = make_wrapper(**{**PAINT, **settings})
     wrapper.pipe.vae.register_to_config(latents_mean=[0.5] * 16, latents_std=[2.0] * 16)  # the toy's: 0 and 1
     shift_sigmas(wrapper.pipe)
     return flow.Painter(wrapper)
 
-
 def make_painting(flow, out, **settings):
     """A trainer whose policy is the painter of the random toy; its adapters do something."""
-    config = make_config(**{**PAINT, "out": str(out), "max_grad_norm": 1e9, "size": (64, 64), **settings})
-    wrapper = grpo.GLMImageWrapper(make_tiny_pipeline(0, warmup_steps=0), config)
-    trainer = grpo.GRPOTrainer(config, flow.Painter(wrapper), ["a red fox", 'green "words"'])
+    settings = {**PAINT, "out": str(out), "max_grad_norm": 1e9, "size": (64, 64), **settings}
+    painter = flow.Painter(make_wrapper(**settings))
+    trainer = grpo.GRPOTrainer(painter.config, painter, ["a red fox", 'green "words"'])
     perturb(trainer.lora)
     return trainer
 
-
-@pytest.mark.readme
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 def test_painter_at_level_0_is_the_stock_pipeline(flow, monkeypatch, guidance):
-    """Other sigmas, times, conditions or noise than the pipeline's would train what nobody uses. Near level 0
-    its latents come out, and the same pictures; at 0.7 others."""
+    """Other sigmas, times, conditions or noise than the pipeline's would train what nobody uses."""
     painter = make_painter(flow, guidance=guidance)
     prompts = ['a red fox that says "STOP HERE"', "yellow"]
     drawn, _, _ = painter.ar.sample(prompts, 1, [1, 2])
-    stock = make_tiny_pipeline(0, warmup_steps=0)
-    stock.transformer.forward = functools.partial(type(stock.transformer).forward, stock.transformer)
+    stock = QUICK(0)
+    del stock.transformer.forward
     shift_sigmas(stock)
-    expected = []
-    for prompt, tokens, seed in zip(prompts, drawn, [1, 2]):
-        latents = stock(
-            prompt, prior_token_ids=stock._upsample_token_ids(tokens[2:], 4, 2), height=128, width=64,
-            generator=torch.Generator().manual_seed(seed), num_inference_steps=8, guidance_scale=guidance,
-            output_type="latent").images
-        expected.append(latents)
     noisy, _, _ = painter.sample(prompts, 2, [1, 2])
     monkeypatch.setattr(flow, "NOISE_LEVEL", 1e-7)
     quiet, _, _ = painter.sample(prompts, 2, [1, 2])
     for i in range(4):
-        assert (quiet[i, -1] - expected[i // 2]).abs().max() < 1e-5
-        assert (noisy[i, -1] - expected[i // 2]).abs().max() > 0.1
+        codes = stock._upsample_token_ids(drawn[i // 2, 2:], 4, 2)
+        expected = stock(
+            prompts[i // 2], prior_token_ids=codes, height=128, width=64, num_inference_steps=8,
+            generator=torch.Generator().manual_seed(1 + i // 2), guidance_scale=guidance,
+            output_type="latent").images
+        assert (quiet[i, -1] - expected).abs().max() < 1e-5
+        assert (noisy[i, -1] - expected).abs().max() > 0.1
     pictures = grpo.pil_to_tensor(painter.decode(prompts, quiet, [1, 2]))
     kept = grpo.pil_to_tensor(painter.generate_with_tracking(prompts, 1, [1, 2])[0])
     assert (pictures[::2] - kept).abs().max() < 1.5 / 255
-    assert (grpo.pil_to_tensor(painter.decode(prompts, noisy, [1, 2]))[::2] - kept).abs().max() > 3 / 255
 
-
-@pytest.mark.readme
 @pytest.mark.parametrize("sigma", [0.9, 0.5, 0.1])
 def test_noise_and_drift_make_up_for_each_other(flow, sigma):
-    """A sign or a factor that is wrong lets the latents leave the distribution that the DiT knows. Of one image
-    only, 3, all is known: latents at sigma are 3 (1 - sigma) + sigma noise, the velocity is noise - 3."""
+    """A wrong sign or factor lets latents leave the distribution that the DiT knows. Of one image, 3, all is
+    known: latents at sigma are 3 (1 - sigma) + sigma noise, the velocity is noise - 3."""
     next_sigma = sigma - 1e-4
     noise = torch.tensor([0.0, 1.0], dtype=torch.float64)
     mean, std = flow.denoise(3 * (1 - sigma) + sigma * noise, noise - 3, sigma, next_sigma, 0.7)
@@ -2434,11 +1709,8 @@ def test_noise_and_drift_make_up_for_each_other(flow, sigma):
     assert variance == pytest.approx(next_sigma**2, abs=1e-6)
     assert std**2 > 1e-6  # or there is no noise to make up for
 
-
-@pytest.mark.readme
 def test_what_a_group_of_paintings_shares(flow):
-    """Rewards must differ by the painting alone: tokens, first noise and window are the group's. All comes from
-    its seed, and not from what else is in the batch."""
+    """Rewards must differ by the painting alone; all comes from the seed of the group, not from its batch."""
     painter = make_painter(flow)
     path, logprobs, given = painter.sample(["red", "a blue thing", "red"], 3, [1, 2, 3])
     assert path.shape == (9, 4, 16, 16, 8) and logprobs.shape == (9, 2) and given.shape == (9, 1 + 32)
@@ -2451,10 +1723,8 @@ def test_what_a_group_of_paintings_shares(flow):
     for one, other in zip(alone, (path, logprobs, given)):
         assert torch.allclose(one, other[6:], atol=1e-5)
 
-
-@pytest.mark.readme
 def test_painter_works_where_its_weights_are(flow, monkeypatch):
-    """Offloading: weights are NaN but in their own phase, and must not show in latents, pictures or log-probs."""
+    """Weights are NaN but in their own phase, and must not show in latents, pictures or log-probs."""
     results = []
     for offload in ("off", "on"):
         painter = make_painter(flow, offload=offload, guidance=1.5)
@@ -2467,30 +1737,23 @@ def test_painter_works_where_its_weights_are(flow, monkeypatch):
     assert moves == ["ar", "dit", "dit", "dit"]
     assert all(torch.equal(off, on) for off, on in zip(*results))
 
-
-@pytest.mark.readme
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 def test_painter_and_trainer_agree_exactly(flow, tmp_path, guidance):
-    """The same steps, scored by another pass, under another schedule or at another level, would start off ratio
-    1. Old log-probs are the sampler's, bit for bit, until the adapters have moved."""
+    """The same steps, scored by another pass, schedule or level, would start off ratio 1."""
     trainer = make_painting(flow, tmp_path, lr=0.01, guidance=guidance, num_iterations=2)
     rollout = make_rollout(trainer)
-    assert rollout["logprobs"].std() > 0 and rollout["logprobs"].abs().max() < 5  # a mean, not a sum, of pixels
+    assert rollout["logprobs"].std() > 0 and rollout["logprobs"].abs().max() < 5  # a mean of pixels
     metrics = trainer.train_step(rollout)
-    assert metrics["sampler_gap"] == 0
-    assert metrics["ratio_max"] > 1 + 1e-6
+    assert metrics["sampler_gap"] == 0 and metrics["ratio_max"] > 1 + 1e-6
     trainer.config.num_iterations = 1
     metrics = trainer.train_step(make_rollout(trainer, step=2))
     assert metrics["ratio_max"] == metrics["ratio_mean"] == 1
-    assert metrics["sampler_gap"] == 0
-    assert metrics["grad_norm"] > 0
+    assert metrics["sampler_gap"] == 0 and metrics["grad_norm"] > 0
 
-
-@pytest.mark.readme
 def test_gradient_of_the_painter(flow, tmp_path):
-    """It must not depend on the micro-batch, and must reach the adapter of the DiT, all of it, and nothing
-    else."""
+    """It must not depend on the micro-batch, and must reach all of the DiT's adapter, and nothing else."""
     trainer = make_painting(flow, tmp_path)
+    painter = trainer.wrapper
     rollout = make_rollout(trainer)
     gradients = []
     trainer.optimizer.step = lambda: gradients.append(gradient_of(trainer))
@@ -2499,59 +1762,36 @@ def test_gradient_of_the_painter(flow, tmp_path):
         trainer.train_step(rollout)
     for other in gradients[1:]:
         assert (other - gradients[0]).abs().max() < 1e-4 * gradients[0].abs().max()
-    painter = trainer.wrapper
     names = [f"transformer_blocks.0.attn1.{name}.lora_{AB}.weight"
              for name in ("to_q", "to_k", "to_v", "to_out.0") for AB in "AB"]
     assert painter.policy is painter.pipe.transformer and list(trainer.lora.weights) == names
-    with painter.policy_on_device():
-        trainer.compute_logprobs(next(grpo.split_rollout(rollout, 4)))[0].sum().backward()
-    assert all(weight.grad.any() for weight in trainer.lora.weights.values())
+    parts = gradients[0].split([weight.numel() for weight in trainer.lora.weights.values()])
+    assert all(part.any() for part in parts)
     for part in (painter.pipe.vision_language_encoder, painter.ar.dit_half):
         assert all(weight.grad is None for weight in part.parameters())
 
-
-@pytest.mark.readme
 def test_adapters_of_both_halves_elsewhere(flow, tmp_path, monkeypatch):
-    """The README's way into the stock pipeline must give the painter that was trained, and draw; what it says of
-    diffusers' own way must still be so: nothing is loaded, or half of it."""
+    """The README's way into the stock pipeline must give the painter that was trained, and draw."""
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     trainer = make_painting(flow, "run")
     trainer.lora.save(Path("painter"), "toy")
-    pipe = trainer.wrapper.pipe
-    pipe.vision_language_encoder.generation_config.suppress_tokens = list(range(8, 18))  # draw codes alone
-    pipe.save_pretrained("toy")
-    lora = grpo.LoRA(trainer.wrapper.ar.policy, trainer.wrapper.ar.TARGETS, rank=4)
-    lora.save(Path("ar"), "toy")
+    ar = trainer.wrapper.ar
+    ar.policy.generation_config.suppress_tokens = list(range(8, 18))  # draw codes alone
+    ar.pipe.save_pretrained("toy")
+    grpo.LoRA(ar.policy, ar.TARGETS, rank=4).save(Path("ar"), "toy")
     torch.manual_seed(0)
-    inputs = (torch.randn(1, 16, 8, 8), torch.randn(1, 1, 32), torch.arange(16)[None] % 8, torch.zeros(1, 16) > 0,
-              torch.tensor([999.0]), torch.full((1, 2), 64.0), torch.zeros(1, 2))
-
-    @torch.no_grad()
-    def velocity(transformer):
-        return transformer(*inputs).sample
-
-    def load(**settings):
-        stock = diffusers.GlmImageTransformer2DModel.from_pretrained("toy/transformer")
-        stock.load_lora_adapter("painter", weight_name="adapter_model.safetensors", **settings)
-        return velocity(stock)
-
-    trained = velocity(pipe.transformer)
-    with trainer.lora.disabled():
-        base = velocity(pipe.transformer)
-    code = readme_code("paint.py").replace("runs/", "").replace("/adapter", "").replace('.to("cuda")', "")
-    code = code.replace("zai-org/GLM-Image", "toy").replace("bfloat16", "float32").replace("512", "64")
-    assert (velocity(run_code(code)["pipe"].transformer) - trained).abs().max() < 1e-5
+    inputs = (torch.randn(1, 16, 8, 8), torch.randn(1, 1, 32), torch.arange(16)[None] % 8,
+              torch.zeros(1, 16).bool(), torch.tensor([999.0]), torch.full((1, 2), 64.0), torch.zeros(1, 2))
+    elsewhere = run_use("paint.py").pipe.transformer
+    with torch.no_grad():
+        trained, loaded = (transformer(*inputs).sample for transformer in (ar.pipe.transformer, elsewhere))
+        with trainer.lora.disabled():
+            base = ar.pipe.transformer(*inputs).sample
+    assert (loaded - trained).abs().max() < 1e-5
+    assert (base - trained).abs().max() > 0.01
     assert Image.open("fox.png").size == (64, 64)
-    assert (trained - base).abs().max() > 0.01
-    assert torch.equal(load(), base)
-    for name, weight in trainer.lora.weights.items():
-        if "lora_B" in name:
-            weight.data /= 2
-    assert (load(prefix="base_model.model") - velocity(pipe.transformer)).abs().max() < 1e-5
 
-
-@pytest.mark.readme
 def test_painter_begins_with_the_adapter_of_the_other_half(flow, tmp_path, monkeypatch):
     """Both in turn: were it not loaded, the painter would be trained on drawings of the base model."""
     pytest.importorskip("peft")
@@ -2565,8 +1805,6 @@ def test_painter_begins_with_the_adapter_of_the_other_half(flow, tmp_path, monke
     assert torch.equal(drawn, expected[0]) and torch.allclose(logprobs, expected[1], atol=1e-5)
     assert not torch.equal(drawn, make_wrapper().sample(PROMPTS, 3, [1, 2])[0])
 
-
-@pytest.mark.readme
 @pytest.mark.parametrize("typed, word", [
     ("--kl-coef 0.01", "--kl-coef"), ("--micro-batch-size 4 --group-size 6", "--micro-batch-size"),
     ("--decode-steps 1", "--decode-steps")])
@@ -2574,22 +1812,17 @@ def test_settings_that_the_painter_refuses(flow, command, monkeypatch, typed, wo
     """A KL that does nothing, two prompts of different length in one pass, steps that are not there."""
     monkeypatch.setattr(grpo, "GLMImageWrapper", flow.Painter)
     flags = "--model tiny --size 64 --kl-coef 0 --decode-steps 4"
-    code, _, error = command(*flags.split(), *typed.split())
-    assert code == 2 and error.count("\n") == 1 and word in error
-
+    assert_refused(command(*flags.split(), *typed.split()), word)
 
 def become_a_painter():
     """What `python flow.py` does before grpo.main."""
-    grpo.GLMImageWrapper = run_code(readme_code("flow.py"))["Painter"]
+    grpo.GLMImageWrapper = load_module(readme_code("flow.py"), "flow").Painter
 
-
-@pytest.mark.readme
 def test_painter_in_two_processes_and_resumed(flow, tmp_path, command, monkeypatch):
-    """`python flow.py`, two steps: bit for bit the same after a stop, to 1e-5 in two processes. Chance that is
-    not in the seed of a group alone, or a state that is not in the checkpoint, would show."""
+    """`python flow.py` is the same after a stop: all chance is in the seeds, all state is saved."""
     argv = [*SMALL, *"--decode-steps 6 --kl-coef 0 --lr 1e-2 --num-iterations 2 --save-every 1".split()]
-    (tmp_path / "p.txt").write_text("a red fox\ngreen\n")
     argv += ["--prompts", "p.txt"]
+    Path("p.txt").write_text("a red fox\ngreen\n")
     codes, log = run_on_two(tmp_path, *argv, "--steps", "2", "--out", "run", before=become_a_painter)
     assert codes == [0, 0], log
 
@@ -2602,71 +1835,56 @@ def test_painter_in_two_processes_and_resumed(flow, tmp_path, command, monkeypat
     run_flow(*argv, "--steps", "1", "--out", "half")
     run_flow("--resume", "half", "--steps", "2")
     assert_same_run(tmp_path / "one", tmp_path / "half")
-    one, two = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("one", "run"))
-    assert list(one["adapter"]) and all("attn1" in name for name in one["adapter"])
-    for name, weight in one["adapter"].items():
-        assert (weight - two["adapter"][name]).abs().max() < 1e-5
-    assert any(weight.any() for name, weight in one["adapter"].items() if "lora_B" in name)
+    assert_same_adapters(tmp_path / "one", tmp_path / "run")
+    adapter = load_file(tmp_path / "one/adapter/adapter_model.safetensors")
+    assert all("attn1" in name and weight.any() for name, weight in adapter.items())
 
-
-@pytest.mark.readme
 def test_painter_learns(flow, tmp_path):
     """A sign that is wrong in the log-prob or the step would make the pictures darker."""
-    settings = dict(size=(64, 64), group_size=8, batch_size=1, micro_batch_size=8, lr=0.02)
-    config = make_config(**{**PAINT, "decode_steps": 4, "out": str(tmp_path / "run"), "steps": 15, **settings})
+    config = make_config(kl_coef=0.0, decode_steps=4, out=str(tmp_path / "run"), steps=15, size=(64, 64),
+                         group_size=8, batch_size=1, micro_batch_size=8, lr=0.02)
     painter = flow.Painter(grpo.GLMImageWrapper(make_tiny_pipeline(0, warmup_steps=30), config))
     rewards = {"bright": (lambda images, *_: [np.mean(image) / 255 for image in images], 1.0)}
     grpo.GRPOTrainer(config, painter, ["a red fox"], rewards).train()
     before, *_, after = [row["reward_fixed"] for row in rows_of(tmp_path / "run") if "reward_fixed" in row]
     assert after - before > 0.1
 
-
-# ---------------------------------------------------------------------------------------------------------
-# The README: its code is run as it stands, and what it says about grpo.py is true
-
+# --- The README: its code is run as it stands, and what it says about grpo.py is true -----------------------
 README = (HERE / "README.md").read_text()
 FIELDS = dataclasses.fields(grpo.Config)
 PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
 
-
 def flag_of(field):
     return "--" + field.name.replace("_", "-")
-
 
 def readme_code(name):
     """The block of code whose first line is `# name`."""
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     return next(block for block in blocks if block.startswith(f"# {name}\n"))
 
-
-def run_code(code):
-    """-> what it has defined."""
-    names = {"__name__": __name__, "__file__": str(HERE / "grpo.py")}  # a module that dataclasses find
-    exec(code, names)
-    return names
-
-
-@pytest.mark.readme
-def test_own_reward_of_the_readme(tmp_path, command):
-    """What a user copies first must run, and count as much as its weight says."""
-    (tmp_path / "sharp.py").write_text(readme_code("sharp.py"))
-    assert command(*SMALL, "--steps", "1", "--out", "run", "--reward", "color=1,sharp.py:sharpness=2")[0] == 0
-    row = rows_of(tmp_path / "run")[1]
-    assert 0 < row["reward/sharp.py:sharpness"] < 1
-    assert row["reward"] == pytest.approx(row["reward/color"] + 2 * row["reward/sharp.py:sharpness"])
-
-
-@pytest.fixture(scope="module")
-def gallery():
-    """my_rewards.py of the README as a module."""
-    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("my_rewards", None))
-    exec(readme_code("my_rewards.py"), module.__dict__)
+def load_module(code, name):
+    """-> a module of this code, which knows where grpo.py is."""
+    module = types.ModuleType(name)
+    module.__file__ = str(HERE / "grpo.py")
+    sys.modules[name] = module  # where dataclasses look for what annotations mean
+    exec(code, module.__dict__)
     return module
 
+def run_use(name):
+    """The block of the README for the stock pipeline, on the toy in this folder -> the module."""
+    code = re.sub(r"runs/[\w-]+/adapter", lambda path: path[0].split("/")[1], readme_code(name))
+    words = {"zai-org/GLM-Image": "toy", "bfloat16": "float32", "512": "64", '.to("cuda")': ""}
+    for old, new in words.items():
+        code = code.replace(old, new)
+    return load_module(code, name)
 
-@pytest.fixture
-def clip(gallery, tmp_path, monkeypatch):
-    """A CLIP of random weights that reads letters, in place of the gallery's -> model, processor."""
+@pytest.fixture(scope="module", params=FROM_README)
+def gallery():
+    """my_rewards.py of the README."""
+    return load_module(readme_code("my_rewards.py"), "my_rewards")
+
+def test_clip_and_aesthetic_by_hand(gallery, monkeypatch, tmp_path):
+    """A softmax, a logit scale, another prompt's padding, or layers in another order would show."""
     torch.manual_seed(0)
     half = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     config = transformers.CLIPConfig(
@@ -2680,17 +1898,10 @@ def clip(gallery, tmp_path, monkeypatch):
     model = transformers.CLIPModel(config).eval().requires_grad_(False)
     model.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
-    monkeypatch.setattr(gallery, "CLIP", str(tmp_path))
-    return model, processor
-
-
-@pytest.mark.readme
-def test_clip_and_aesthetic_by_hand(gallery, clip, monkeypatch, tmp_path):
-    """A softmax, a logit scale, another prompt's padding, or the layers of the head in another order."""
-    model, processor = clip
-    monkeypatch.setattr(gallery, "HEAD", str(tmp_path / "head.pth"))
     head = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 1)).requires_grad_(False)
     torch.save({f"layers.{key}": value for key, value in head.state_dict().items()}, tmp_path / "head.pth")
+    monkeypatch.setattr(gallery, "CLIP", str(tmp_path))
+    monkeypatch.setattr(gallery, "HEAD", str(tmp_path / "head.pth"))
     prompts = ["a red fox on a long long wall", "blue"]
     cosines = gallery.clip(PAIR, prompts)
     marks = gallery.aesthetic(PAIR, prompts)
@@ -2700,7 +1911,6 @@ def test_clip_and_aesthetic_by_hand(gallery, clip, monkeypatch, tmp_path):
         assert float(cosines[i]) == pytest.approx(F.cosine_similarity(a, b, dim=0).item(), abs=1e-5)
         assert float(marks[i]) == pytest.approx(head(a / a.norm()).item(), abs=1e-5)
 
-
 READ = [  # prompt, what is read in the picture, score
     ('a sign "OPEN"', "OPEN", 1), ('a sign "OPEN"', " o P\nEN ", 1), ('a sign "OPEN"', "", 0),
     ('a sign "OPEN"', "OPEM", 3 / 4), ('a sign "OPEN"', "PEN", 3 / 4), ('a sign "OPEN"', "OPENS", 4 / 5),
@@ -2708,8 +1918,6 @@ READ = [  # prompt, what is read in the picture, score
     ("it says “stop”", "Stop", 1), ("招牌「你好世界」", "你 好", 2 / 4), ('a "café"', "cafe\u0301", 1),
     ("nothing to draw", "whatever", None)]
 
-
-@pytest.mark.readme
 @pytest.mark.parametrize("prompt, text, score", READ)
 def test_ocr_scores_what_is_read(gallery, monkeypatch, prompt, text, score):
     """Case, white space and Unicode forms must not count; words that miss, are too many or misplaced must."""
@@ -2722,11 +1930,8 @@ def test_ocr_scores_what_is_read(gallery, monkeypatch, prompt, text, score):
     if score is not None:
         assert reader.decode.call_args.args[0].tolist() == [3, 4, 5, 6, 7, 8]  # without the question
 
-
-@pytest.mark.readme
 def test_ssim_lpips_and_jpeg_by_hand(gallery, monkeypatch):
-    """SSIM window by window with numpy; for LPIPS a stand-in for its package, without which there is a word
-    what to install. A target of another size is resized."""
+    """SSIM window by window; LPIPS with a stand-in for its package, and without it a word what to install."""
     rng = np.random.default_rng(0)
     arrays = rng.integers(0, 255, (2, 20, 24, 3), np.uint8)
     image, target = map(Image.fromarray, arrays)
@@ -2755,7 +1960,6 @@ def test_ssim_lpips_and_jpeg_by_hand(gallery, monkeypatch):
     with pytest.raises(ImportError, match="pip install lpips"):
         gallery.lpips([black], [""], [white])
 
-
 @pytest.mark.readme
 def test_the_judge_of_the_readme_asks_and_reads(monkeypatch):
     """The picture and the prompt must arrive; no number in the answer is no opinion."""
@@ -2770,50 +1974,38 @@ def test_the_judge_of_the_readme_asks_and_reads(monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", answer)
     monkeypatch.setenv("JUDGE_URL", "http://judge")
     monkeypatch.setenv("JUDGE_MODEL", "any")
-    judge = run_code(readme_code("judge.py"))["judge"]
+    judge = load_module(readme_code("judge.py"), "judge").judge
     assert judge([*PAIR, PAIR[0]], ["a fox", "an owl", "x"]) == [8.0, 6.5, None]
     text, picture = asked[1]
     assert "an owl" in text["text"]
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
-
 
 @pytest.mark.readme
 def test_use_and_merge_of_the_readme(tmp_path, monkeypatch, sampled):
     """Both ways into the stock pipeline must give the policy that was trained, not the base, and draw."""
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
-    trained = make_wrapper()
+    trained, lora = make_adapted()
     trained.policy.generation_config.suppress_tokens = list(range(8, 18))  # as if trained to draw codes alone
     trained.pipe.save_pretrained("toy")
-    lora = grpo.LoRA(trained.policy, trained.TARGETS, rank=4)
-    perturb(lora)
-    lora.save(tmp_path / "adapter", "toy")
-    with torch.no_grad():
-        expected, _ = trained.compute_logprobs(*sampled[:2])
+    lora.save(Path("glm-image"), "toy")
+    expected = score(trained, sampled)
     assert (sampled[2] - expected).abs().max() > 0.01  # as the base model says
-    for name in ("use.py", "merge.py"):
-        code = readme_code(name).replace("runs/glm-image/adapter", "adapter").replace('.to("cuda")', "")
-        code = code.replace("zai-org/GLM-Image", "toy").replace("bfloat16", "float32").replace("512", "64")
-        pipe = run_code(code)["pipe"]
-        if name == "merge.py":
-            pipe = diffusers.GlmImagePipeline.from_pretrained("my-glm-image")
-        pipe.processor._get_target_shape = trained.pipe.processor._get_target_shape  # which is not saved
-        with torch.no_grad():
-            logprobs, _ = grpo.GLMImageWrapper(pipe, make_config()).compute_logprobs(*sampled[:2])
-        assert (logprobs - expected).abs().max() < 1e-5
+    run_use("merge.py")
+    merged = grpo.GLMImageWrapper.from_pretrained("my-glm-image", make_config())
+    for wrapper in (merged, grpo.GLMImageWrapper(run_use("use.py").pipe, make_config())):
+        wrapper.pipe.processor._get_target_shape = trained.pipe.processor._get_target_shape  # is not saved
+        assert (score(wrapper, sampled) - expected).abs().max() < 1e-5
     assert Image.open("fox.png").size == (64, 64)
-
 
 @pytest.mark.readme
 def test_the_step_by_hand_of_the_readme(monkeypatch):
     """It must meet the sampler's log-probs, and move the adapters with a loss of 0."""
     monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", lambda path, config: make_wrapper())
-    names = run_code(readme_code("step.py").replace('"cuda"', '"cpu"'))
-    assert (names["new"] - names["logprobs"]).abs().max() < 1e-5
-    assert abs(names["loss"].item()) < 1e-6
-    weights = names["lora"].weights
-    assert any((weights[name] != 0).any() for name in weights if "lora_B" in name)
-
+    step = load_module(readme_code("step.py"), "step")
+    assert (step.new - step.logprobs).abs().max() < 1e-5
+    assert abs(step.loss.item()) < 1e-6
+    assert any(weight.any() for name, weight in step.lora.weights.items() if "lora_B" in name)
 
 @pytest.mark.readme
 def test_tensorboard_code_of_the_readme(finished, tmp_path, monkeypatch):
@@ -2821,7 +2013,7 @@ def test_tensorboard_code_of_the_readme(finished, tmp_path, monkeypatch):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = shutil.copytree(finished, tmp_path / "run")
     monkeypatch.setattr(sys, "argv", ["board.py", str(out)])
-    run_code(readme_code("board.py"))
+    load_module(readme_code("board.py"), "board")
     board = events.EventAccumulator(str(out / "tensorboard")).Reload()
     rows = rows_of(out)[1:]
     rewards = [event.value for event in board.Scalars("reward")]
@@ -2830,11 +2022,10 @@ def test_tensorboard_code_of_the_readme(finished, tmp_path, monkeypatch):
     for events in (board.Scalars("reward_fixed"), board.Images("samples")):
         assert [event.step for event in events] == [0, 2, 4, 5]
 
-
 @pytest.mark.readme
 def test_targets_of_the_readme(tmp_path, command):
     """The file that it writes must be one that --prompts reads, with targets for `mse`."""
-    run_code(readme_code("targets.py"))
+    load_module(readme_code("targets.py"), "targets")
     prompts, targets = grpo.load_prompts("targets.txt")
     assert len(prompts) == 8 and prompts[0] == "a red thing"
     assert [targets[0].getpixel(at) for at in ((0, 0), (0, 127))] == [(255, 255, 255), (255, 0, 0)]
@@ -2842,28 +2033,27 @@ def test_targets_of_the_readme(tmp_path, command):
     assert command(*SMALL, *flags.split())[0] == 0
     assert -1 < rows_of(tmp_path / "run")[1]["reward/mse"] < 0
 
-
 @pytest.mark.readme
-def test_notebook_of_the_readme(tmp_path, monkeypatch):
-    """Its imports and its calls must be those of grpo.py."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
-    sharp = mock.Mock(sharpness=run_code(readme_code("sharp.py"))["sharpness"])
-    monkeypatch.setitem(sys.modules, "sharp", sharp)
-    run_code(readme_code("notebook.py").replace("steps=20", "steps=1"))
+def test_own_reward_and_notebook_of_the_readme(tmp_path, command, monkeypatch):
+    """What a user copies first must run, and count as much as its weight says."""
+    Path("sharp.py").write_text(readme_code("sharp.py"))
+    assert command(*SMALL, "--steps", "1", "--out", "run", "--reward", "color=1,sharp.py:sharpness=2")[0] == 0
+    row = rows_of(tmp_path / "run")[1]
+    assert 0 < row["reward/sharp.py:sharpness"] < 1
+    assert row["reward"] == pytest.approx(row["reward/color"] + 2 * row["reward/sharp.py:sharpness"])
+    monkeypatch.syspath_prepend(tmp_path)
+    load_module(readme_code("notebook.py").replace("steps=20", "steps=1"), "notebook")
     assert "reward/sharp" in rows_of(tmp_path / "runs/mine")[1]
-
 
 @pytest.mark.readme
 def test_changes_of_the_readme(tmp_path):
-    """Diffs that do not fit any more. All are made at once: it still trains, and on policy the gradient of
-    the loss is still that of REINFORCE."""
+    """All diffs are made at once: it still trains, and on policy the gradient is still that of REINFORCE."""
     code = (HERE / "grpo.py").read_text()
     for diff in re.findall(r"```diff\n(.*?)```", README, re.DOTALL):
         old, new = (re.sub(rf"^[{sign}].*\n|^.", "", diff, flags=re.MULTILINE) for sign in "+-")
         assert code.count(old) == 1, old
         code = code.replace(old, new)
-    changed = mock.Mock(**run_code(code))
+    changed = load_module(code, "changed")
     logprobs = torch.zeros(2, 5, requires_grad=True)
     advantages = torch.tensor([1.0, -2.0])
     changed.compute_grpo_loss(logprobs, logprobs, advantages)[0].backward()
@@ -2873,36 +2063,25 @@ def test_changes_of_the_readme(tmp_path):
     changed.GRPOTrainer(config, grpo.GLMImageWrapper(QUICK(0), config), ["a red fox", "green"]).train()
     assert len(rows_of(tmp_path / "run")) == 2
 
-
 @pytest.mark.readme
-def test_readme_and_flags_agree():
-    """A flag that is gone, or one that nobody is told of."""
-    flags = {flag_of(field) for field in FIELDS}
-    others = {"--help", "--bench", "--memory", "--faults", "--ablate"}
-    others |= {"--nproc-per-node", "--nnodes", "--rdzv-endpoint"}
-    mentioned = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", README))
-    assert flags <= mentioned <= flags | others
-
-
-@pytest.mark.readme
-def test_readme_tells_the_defaults():
-    """One row a flag, and in it the default of the toy and of GLM-Image: `4`, or `2e-3 / 5e-5`."""
+def test_readme_tells_all_flags_and_their_defaults():
+    """A row a flag, with the defaults of toy and GLM-Image, `2e-3 / 5e-5`; and none that is gone."""
     rows = re.findall(r"^\| `(--.*?)` \| (.*?) ?\|", README, re.MULTILINE)
-    told = {flag: default.replace("`", "") for flag, default in rows}
-    assert len(told) == len(rows)
     fields = {flag_of(field): field for field in FIELDS}
-    assert told.keys() == fields.keys()
+    assert sorted(flag for flag, _ in rows) == sorted(fields)
+    others = "--help --bench --memory --faults --ablate --nproc-per-node --nnodes --rdzv-endpoint"
+    assert set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", README)) <= {*fields, *others.split()}
     for flag in fields.keys() - {"--model", "--resume", "--out"}:  # these are told in words
         field = fields[flag]
-        values = (told[flag].split(" / ") * 2)[:2]
+        told = dict(rows)[flag].replace("`", "")
+        values = (told.split(" / ") * 2)[:2]
         for value, default in zip(values, (grpo.TINY.get(field.name, field.default), field.default)):
             if default is None:
-                assert told[flag].startswith(("the model's own", "as --clip-range")), flag
+                assert told.startswith(("the model's own", "as --clip-range")), flag
             elif isinstance(default, str):
                 assert value == Path(default).name, flag
             else:
                 assert typing.get_type_hints(grpo.Config)[field.name](value) == default, flag
-
 
 @pytest.mark.readme
 def test_links_and_numbers_of_the_readme():
@@ -2911,11 +2090,8 @@ def test_links_and_numbers_of_the_readme():
     links = re.findall(r"\[`([\w.]+)`\]\(grpo\.py#L(\d+)\)", README)
     assert len(links) == README.count("grpo.py#L") > 0
     for name, number in links:
-        scope, _, last = name.rpartition(".")
-        above = lines[:int(number)]
-        assert re.match(rf"\s*(def|class) {last}\b", above[-1]), f"{name} is not at line {number}"
-        classes = [line for line in above if line.startswith("class ")]
-        assert not scope or classes[-1].startswith(f"class {scope}"), f"{name} is not at line {number}"
+        last = name.split(".")[-1]
+        assert re.match(rf"\s*(def|class) {last}\b", lines[int(number) - 1]), f"{name} is not there"
     headings = re.findall(r"^#+ (.*)", README, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= anchors
@@ -2923,11 +2099,7 @@ def test_links_and_numbers_of_the_readme():
         assert (HERE / path).exists(), path
     assert f"{len(lines)} lines" in README
 
-
-# ---------------------------------------------------------------------------------------------------------
-# The benchmark: `python test_grpo.py --bench`, with the flags of grpo.py. Nothing here is a test.
-
-
+# --- The benchmark: `python test_grpo.py --bench`, with the flags of grpo.py. Nothing here is a test. -------
 def clock(function, *args):
     """-> (seconds, what it returned); a GPU is waited for."""
     start = time.perf_counter()
@@ -2936,11 +2108,9 @@ def clock(function, *args):
         torch.cuda.synchronize()
     return time.perf_counter() - start, result
 
-
 def stock_seconds(wrapper, prompt, tokens):
-    """An image the usual way: the pipeline samples and decodes it alone, then a pass of its own scores it.
-
-    On a GPU the pipeline samples 16 and 48 tokens for real; the seconds of the others are extrapolated."""
+    """An image the usual way: the pipeline samples and decodes it alone, then a pass of its own scores it. On
+    a GPU 16 and 48 tokens are sampled for real, and the seconds of the others extrapolated."""
     generate = wrapper.policy.generate
     unspent = [0.0]
 
@@ -2963,7 +2133,6 @@ def stock_seconds(wrapper, prompt, tokens):
         scored, _ = clock(wrapper.compute_logprobs, [prompt], tokens)
     return sampled + unspent[0] + decoded + scored
 
-
 def our_seconds(trainer, prompt, group_size):
     """One step on one prompt -> seconds of sample, decode, score and update, and the tokens."""
     prompts = [prompt] * group_size
@@ -2976,10 +2145,8 @@ def our_seconds(trainer, prompt, group_size):
         update, _ = clock(trainer.train_step, rollout)
     return (sample, decode, score, update), tokens
 
-
 def gib(*modules):
     return sum(weight.nbytes for module in modules for weight in module.parameters()) / 2**30
-
 
 def least_seconds(wrapper):
     """Of a token: the weights read once, at the speed of a copy measured here."""
@@ -2988,7 +2155,6 @@ def least_seconds(wrapper):
     seconds = min(clock(target.copy_, source)[0] for _ in range(5))
     language_model = wrapper.policy.model.language_model
     return gib(language_model.layers, language_model.norm, wrapper.policy.lm_head) * seconds / 2
-
 
 def bench(argv):
     """One table. Every ratio is of two medians measured in turn in this run."""
@@ -3040,15 +2206,10 @@ def bench(argv):
               f"{gib(pipe.text_encoder, pipe.transformer, pipe.vae):.1f} to decode, "
               f"{gib(ar.model.visual, ar.model.vqmodel):.1f} always on the CPU. No GPU was measured.")
 
-
-# ---------------------------------------------------------------------------------------------------------
-# The memory of a GPU, counted without one: `python test_grpo.py --memory`. Nothing here is a test.
-
-
+# --- The memory of a GPU, counted without one: `python test_grpo.py --memory`. Nothing here is a test. ------
 MEMORY = [  # size, prompts, group, micro-batch
     (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
     (1024, 1, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]
-
 
 def memory():
     """One table. What does not depend on the number of prompts is counted anew in every row."""
@@ -3073,11 +2234,7 @@ def memory():
             cells.append(f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}")
         print("|", " | ".join(cells), "|", flush=True)
 
-
-# ---------------------------------------------------------------------------------------------------------
-# What each choice is worth: `python test_grpo.py --ablate [seeds]`. Nothing here is a test.
-
-
+# --- What each choice is worth: `python test_grpo.py --ablate [seeds]`. Nothing here is a test. -------------
 def noise_of_its_own(decode):
     """Instead of one for the group: every image starts from other noise."""
     def other(prompts, tokens, seeds):
@@ -3085,7 +2242,6 @@ def noise_of_its_own(decode):
         return decode(np.repeat(prompts, G).tolist(), tokens, [seed + i for seed in seeds for i in range(G)])
 
     return other
-
 
 ABLATIONS = {  # name: settings
     "as shipped": {},
@@ -3100,7 +2256,6 @@ ABLATIONS = {  # name: settings
     "2 updates per rollout": dict(num_iterations=2),
     "1 ratio per sequence": dict(importance="sequence"),
 }
-
 
 def ablate(seeds):
     """One table: mean reward of the last five of 40 steps, per seed, and mean and std over the seeds."""
@@ -3124,7 +2279,6 @@ def ablate(seeds):
         spread = statistics.stdev(values) if len(values) > 1 else math.nan
         cells = [f"{value:.3f}" for value in (*values, statistics.mean(values), spread)]
         print("| " + " | ".join([name, *cells]) + " |")
-
 
 if __name__ == "__main__":
     diffusers.utils.logging.set_verbosity_error()
