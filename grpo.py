@@ -30,7 +30,7 @@ import sys, time
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
-import diffusers, filelock, safetensors.torch, torch, transformers
+import diffusers, safetensors.torch, torch, transformers
 import numpy as np
 import torch.nn.functional as F
 from PIL import Image, ImageColor, ImageDraw
@@ -82,7 +82,7 @@ def compute_advantages(rewards, group_size, scale="group"):
     grouped = rewards.view(-1, group_size) - rewards[::group_size, None]  # [P, G]
     advantages = grouped - grouped.mean(dim=1, keepdim=True)
     if scale == "group":
-        advantages /= grouped.std(dim=1, keepdim=True) + 1e-6
+        advantages /= grouped.std(1, keepdim=True) + 1e-6
     elif scale == "batch":
         advantages /= rewards.std() + 1e-6
     elif scale != "none":
@@ -149,7 +149,7 @@ def find_nucleus(logprobs, top_p):
 def pack_bits(mask):  # bool [.., V] -> uint8 [.., V / 8]: 16,384 codes take 2 KB a token
     return sum(mask[..., i::8].byte() << i for i in range(8))
 
-def unpack_bits(packed):  # uint8 [.., V / 8] -> bool [.., V]
+def unpack_bits(packed):  # uint8 [.., V / 8] -> [.., V]
     bits = [packed >> i & 1 for i in range(8)]
     return torch.stack(bits, dim=-1).bool().flatten(-2)
 
@@ -243,7 +243,7 @@ def load_prompts(path):
             prompts.append(prompt)
             targets.append(Image.open(path.parent / target).convert("RGB") if target else None)
     if not prompts:
-        raise ValueError(f"--prompts {path} holds no prompt")
+        raise ValueError(f"--prompts {path} has no prompt")
     return prompts, targets
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained ---------------------------------------
@@ -304,7 +304,7 @@ def build_position_ids(attention_mask, grids):
     for a line of text, without any error, and every log-prob is wrong."""
     text = (attention_mask.cumsum(dim=1) - 1).masked_fill(attention_mask == 0, 1)  # [B, L]
     parts = [text.expand(3, -1, -1)]
-    start = attention_mask.sum(dim=1, keepdim=True)  # [B, 1]
+    start = attention_mask.sum(1, keepdim=True)  # [B, 1]
     for h, w in grids:
         cells = start.new_ones(1, h, w).nonzero()  # (0, row, column) of each: [h * w, 3]
         parts.append(start + cells.T[:, None])  # [3, B, h * w]
@@ -458,16 +458,19 @@ class GLMImageWrapper:
         images = []
         with on_device(self.dit_half, self.device):
             for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
-                # What to draw reaches the DiT as codes. Of the prompt it is shown the words in
-                # quotes, to be lettered: glyphs. One prompt at a time, as it minds padding.
-                glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
-                for part in group.split(self.config.micro_batch_size):
-                    images += self.pipe(
-                        prompt_embeds=glyphs.repeat(len(part), 1, 1), prior_token_ids=part,
-                        generator=[torch.Generator().manual_seed(seed) for _ in part],
-                        height=self.height, width=self.width, guidance_scale=self.config.guidance,
-                        num_inference_steps=self.config.decode_steps).images
+                images += self.decode_group(prompt, group, seed)
         return images
+
+    def decode_group(self, prompt, codes, seed):
+        # What to draw reaches the DiT as codes. Of the prompt it is shown the words in quotes, to
+        # be lettered: glyphs. One prompt at a time, as it minds the padding of a shorter one.
+        glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
+        for part in codes.split(self.config.micro_batch_size):
+            yield from self.pipe(
+                prompt_embeds=glyphs.repeat(len(part), 1, 1), prior_token_ids=part,
+                generator=[torch.Generator().manual_seed(seed) for _ in part],
+                height=self.height, width=self.width, guidance_scale=self.config.guidance,
+                num_inference_steps=self.config.decode_steps).images
 
     def generate_with_tracking(self, prompts, group_size, seeds):  # N images, and what sample gives
         samples = self.sample(prompts, group_size, seeds)
@@ -520,6 +523,7 @@ class GRPOTrainer:
         config = self.config
         if self.rank == 0:  # a new run makes its folder, and no other may write there meanwhile
             self.out.mkdir(parents=True, exist_ok=bool(self.history))
+            import filelock  # which torch brings along
             self.lock = filelock.FileLock(self.out / ".lock", is_singleton=True).acquire(timeout=0)
         if not self.history:
             self.keep({"step": 0})  # pictures and reward of the untrained policy
@@ -577,7 +581,7 @@ class GRPOTrainer:
             tokens_per_sec=self.world_size * tokens.numel() / (sampled - start))
         for name, (_, weight) in self.rewards.items():
             values = components[name][~components[name].isnan()]
-            if len(values):  # as they came, without the Nones
+            if len(values):  # as they came, but for Nones
                 metrics["reward"] += weight * values.mean().item()
                 metrics[f"reward/{name}"] = values.mean().item()
                 metrics[f"reward_std/{name}"] = values.std(correction=0).item()
@@ -590,9 +594,7 @@ class GRPOTrainer:
         start = time.perf_counter()
         batches = list(split_rollout(rollout, config.micro_batch_size))
         if config.kl_coef > 0:
-            with self.lora.disabled(), torch.no_grad():  # without its adapters: the reference
-                for batch in batches:
-                    batch["ref_logprobs"], _ = self.compute_logprobs(batch)
+            self.add_ref_logprobs(batches)
         rows = []
         for batch in batches * config.num_iterations:  # the same dicts each time
             new_logprobs, entropy = self.compute_logprobs(batch)  # [B, T] each
@@ -617,6 +619,11 @@ class GRPOTrainer:
         metrics["sec_update"] = time.perf_counter() - start
         metrics["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
+
+    def add_ref_logprobs(self, batches):  # the reference: the same model without its adapters
+        with self.lora.disabled(), torch.no_grad():
+            for batch in batches:
+                batch["ref_logprobs"], _ = self.compute_logprobs(batch)
 
     def compute_logprobs(self, batch):
         return self.wrapper.compute_logprobs(batch["prompts"], batch["tokens"], batch["allowed"])
@@ -751,7 +758,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImage
     wrapper = wrapper_class(pipe, Config(**TINY))
     palette = torch.stack(list(COLORS.values())) * 2 - 1  # [V, 3], in -1..1
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
-    optimizer = torch.optim.Adam(parts.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(parts.parameters(), 2e-3)
     for _ in range(warmup_steps):
         # The policy: a random share of the 4 + 16 tokens, 1/3 in the mean, is what the prompt says
         said = torch.randint(8, (batch, 1))
