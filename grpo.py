@@ -23,7 +23,7 @@ Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B of them in a micro-batch; L
 padded on the left; T image tokens, each one of V codes: a small draft of the picture, then the
 large grid that is painted. The image size alone sets T, so the loss needs no mask.
 """
-from __future__ import annotations  # those of Config are defined with the command line
+from __future__ import annotations  # Config's are functions that stand with the command line
 
 import argparse, contextlib, dataclasses, functools, inspect, io, json, math, os, re, runpy, signal
 import sys, time
@@ -42,7 +42,7 @@ class Config:
     resume: os.path.abspath = None  # folder of a run to go on with, under its own settings
     prompts: os.path.abspath = str(Path(__file__).with_name("prompts.txt"))  # text, one a line
     reward: absolute = "color"  # color, mse, file.py:function, or several: color=1,mine.py:sharp=.2
-    reward_norm: Literal["none", "group"] = "none"  # group: sum up z-scores in each group
+    reward_norm: Literal["none", "group"] = "none"  # group: z-score each reward first
     steps: count = 300  # rollouts
     group_size: in_range(int, 2) = 4  # images per prompt
     batch_size: count = 8  # prompts per step, on all GPUs together
@@ -52,8 +52,8 @@ class Config:
     clip_range: amount = 0.2  # a ratio may fall to 1 - this
     clip_range_high: amount = None  # a ratio may rise to 1 + this; None: as clip_range
     kl_coef: amount = 0.01  # price of leaving the base model; 0: no KL is computed
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # its std divides advantages
-    importance: Literal["token", "sequence"] = "token"  # what has a ratio of its own (GRPO, GSPO)
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides advantages
+    importance: Literal["token", "sequence"] = "token"  # a ratio per token: GRPO, or GSPO
     max_grad_norm: amount = 1.0  # gradients are clipped to this norm
     lora_rank: count = 32  # of the adapters
     size: image_size = (512, 512)  # pixels: 512, or 1024x768 with the width first
@@ -78,7 +78,7 @@ def compute_advantages(rewards, group_size, scale="group"):
     rewards = torch.as_tensor(rewards).float()
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
-    # Minus the first reward: the float mean of six 0.3s is off by 3e-8; over 1e-6 A would be 0.03.
+    # Minus the first reward: the rounding of a mean (3e-8 for six 0.3s) / 1e-6 would make A 0.03.
     grouped = rewards.view(-1, group_size) - rewards[::group_size, None]  # [P, G]
     advantages = grouped - grouped.mean(dim=1, keepdim=True)
     if scale == "group":
@@ -121,7 +121,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     policy_loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
     loss = policy_loss
     metrics = dict(policy_loss=policy_loss, ratio_mean=ratio.mean(), ratio_max=ratio.max())
-    metrics["clip_frac"] = (clipped < unclipped).float().mean()  # share without a gradient
+    metrics["clip_frac"] = (clipped < unclipped).float().mean()  # share that the clip has stopped
     if ref_logprobs is not None:
         delta = ref_logprobs.detach().reshape_as(new) - new
         delta = delta.clamp(max=20)  # or one far-off token would overflow the whole batch
@@ -132,7 +132,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
 
 def compute_policy_logprobs(logits, allowed=None):
     """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
-    logits [.., V], fp32 (in bf16 a log-prob of -9 is off by up to 0.03), over the temperature;
+    logits [.., V], fp32 (in bf16 a log-prob of -9 is off by 0.03), divided by the temperature;
     allowed [.., V], bool: the nucleus, or None for all codes -> log-probs [.., V]."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -math.inf)
@@ -141,7 +141,7 @@ def compute_policy_logprobs(logits, allowed=None):
 def find_nucleus(logprobs, top_p):
     """The likeliest codes that together hold top_p of the mass: [N, V] -> bool [N, V].
     The trap of top-p: scored by the whole softmax, a token drawn from the nucleus has a ratio that
-    is off by the mass cut away. To cut again does not help: a policy that has moved cuts elsewhere.
+    is off by the mass cut away. To cut again in training does not help: the policy has moved since.
     So the sampler keeps its nuclei, and new, old and reference log-probs are taken inside them (the
     "keep sampling mask" of DeepSeek-V3.2, 2512.02556)."""
     return transformers.TopPLogitsWarper(top_p)(None, logprobs).isfinite()  # -inf where it cuts
@@ -163,8 +163,8 @@ def pil_to_tensor(images):  # PIL images of one size -> [N, 3, H, W], fp32 in 0.
     pixels = np.stack([image.convert("RGB") for image in images])
     return torch.from_numpy(pixels).movedim(3, 1) / 255
 
-def tensor_to_pil(tensor):  # [N, 3, H, W], float in 0..1 -> PIL images; the exact inverse
-    return diffusers.utils.pt_to_pil(2 * tensor.float() - 1)
+def tensor_to_pil(tensor):  # [N, 3, H, W], float in 0..1 -> PIL images
+    return diffusers.utils.pt_to_pil(2 * tensor.float() - 1)  # which takes -1..1
 
 def reward_color(images, prompts, targets=None):
     """1 - |mean colour - the first colour that the prompt names|: 0..1, None if it names none."""
@@ -181,13 +181,13 @@ def reward_mse(images, prompts, targets):
     return -(pil_to_tensor(images) - pil_to_tensor(targets)).square().mean(dim=(1, 2, 3))
 
 REWARDS = {"color": reward_color, "mse": reward_mse}
-run_file = functools.cache(runpy.run_path)  # two rewards of one file share what it has loaded
+run_file = functools.cache(runpy.run_path)  # a file with two rewards in it runs once
 
 @contextlib.contextmanager
 def foreign_code(name):
     """A reward runs in here: its errors keep their traceback, what it sets in torch ends here."""
     try:
-        with torch.enable_grad():
+        with torch.enable_grad():  # at its end the grad mode is again what it was
             yield
     except (Exception, SystemExit) as error:
         raise RuntimeError(f"the reward {name} failed: {error!r}") from error
@@ -220,6 +220,7 @@ def compute_rewards(images, prompts, targets, rewards, group_size=1, norm="none"
             goals = [target and target.copy() for target in targets]
             values = list(function([image.copy() for image in images], list(prompts), goals))
             scores = torch.tensor([float("nan" if value is None else value) for value in values])
+            # As many as images, each finite or None:
             if not len(images) == len(values) == scores.isfinite().sum() + values.count(None):
                 raise ValueError(f"not {len(images)} finite numbers or None: {values}")
         components[name] = scores
@@ -321,7 +322,7 @@ def build_visibility(mask, num_rows):
 @contextlib.contextmanager
 def on_device(module, device):
     """Offloading: inside the `with` the weights are on the device, after it where they were. They
-    are frozen (LoRA's are not in the module): nothing is copied back. If there, nothing moves."""
+    are frozen (LoRA's are not in the module): nothing is copied back. Those there already stay."""
     homes = {tensor: tensor.data for tensor in (*module.parameters(), *module.buffers())}
     try:
         for tensor, home in homes.items():
@@ -334,7 +335,7 @@ def on_device(module, device):
 class GLMImageWrapper:
     """A `GlmImagePipeline` as a policy. One of your own needs what the trainer uses: `policy` (gets
     the adapters), `TARGETS` (a regex for its linear layers), `device`, `policy_on_device`,
-    `sample`, `compute_logprobs`, `decode`, `generate_with_tracking`; the seeds make all chance."""
+    `sample`, `compute_logprobs`, `decode`, `generate_with_tracking`; all chance from the seeds."""
     TARGETS = r"model\.language_model\.layers\.\d+\.\w+\.([qkvo]|gate_up|down)_proj"
 
     def __init__(self, pipe, config, device="cpu"):
@@ -350,7 +351,7 @@ class GLMImageWrapper:
         self.ar_half = torch.nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit_half = torch.nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
         offload = config.offload == "on" or (config.offload == "auto" and 0 < free_gib() < 60)
-        self.policy.requires_grad_(False).activation_checkpointing_enable()
+        self.policy.requires_grad_(False).activation_checkpointing_enable()  # see forward
         for half in (self.ar_half, self.dit_half):
             half.requires_grad_(False).eval().to("cpu" if offload else device)  # eval: no dropout
             if offload and self.device.type == "cuda":
@@ -383,20 +384,20 @@ class GLMImageWrapper:
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=sizes)
         inputs = inputs.to(self.device)
         mask = inputs.attention_mask  # [P, L]
-        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # listed so, but sampled draft first
+        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # the draft is sampled first
         position_ids = build_position_ids(mask, [draft, large])
         T = position_ids.shape[2] - mask.shape[1]
         return inputs.input_ids, F.pad(mask, (0, T), value=1).bool(), position_ids
 
     def forward(self, ids, visible, position_ids, num_last, cache=None):
         """-> logits [B, num_last, V] of the last positions, of image codes alone, in fp32, over the
-        temperature. The classes around the language model would insert positions of their own."""
+        temperature. The model's own outer classes are left out: they would make other positions."""
         language_model, lm_head = self.ar_half
         for layer in language_model.layers:
-            layer.training = torch.is_grad_enabled()  # its own flag: checkpointing, but no dropout
+            layer.training = torch.is_grad_enabled()  # checkpointing; the parts' dropout stays off
         hidden = language_model(
             input_ids=ids, attention_mask=visible, position_ids=position_ids,
-            past_key_values=cache, use_cache=False).last_hidden_state  # False: make none; fill this
+            past_key_values=cache, use_cache=False).last_hidden_state  # a new cache is not made
         return lm_head(hidden[:, -num_last:])[..., :self.codebook_size].float() / self.temperature
 
     @torch.no_grad()
@@ -408,14 +409,14 @@ class GLMImageWrapper:
             L = ids.shape[1]
             T = mask.shape[1] - L
             visible = build_visibility(mask, L + T)  # [N, 1, L + T, L + T]
-            # A prompt is read once, but for the last token, with which the loop begins; then
+            # Each prompt is read once, but for its last token, with which the loop begins. Then
             # reorder_cache copies its row of keys and values G times.
             cache = transformers.StaticCache(self.policy.config.text_config, L + T)
             self.forward(ids[::group_size, :-1], visible[::group_size, :, :L - 1],
                          position_ids[:, ::group_size, :L - 1], 1, cache)
             cache.reorder_cache(torch.arange(len(prompts)).repeat_interleave(group_size))
 
-            # All chance, a number a token, comes from the seed of the group: no batch changes it.
+            # A random number for each token, from the seed of its group: the batch has no effect.
             chance = [torch.rand(group_size, T, generator=torch.Generator().manual_seed(seed))
                       for seed in seeds]
             chance = torch.cat(chance).to(self.device)  # [N, T]
@@ -444,7 +445,7 @@ class GLMImageWrapper:
         if allowed is not None:
             allowed = unpack_bits(allowed.to(self.device))
         logp = compute_policy_logprobs(logits, allowed)
-        entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=2)  # to log, or for a bonus
+        entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=2)  # 0 * -inf is NaN
         return logp.gather(2, tokens[..., None])[..., 0], entropy
 
     @torch.no_grad()
@@ -454,7 +455,7 @@ class GLMImageWrapper:
         h = self.height // 32
         w = self.width // 32
         large = tokens[:, -h * w:].to(self.device).view(-1, h, w)
-        codes = large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # 16 pixels each
+        codes = large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # 32 -> 16 pixels
         images = []
         with on_device(self.dit_half, self.device):
             for prompt, group, seed in zip(prompts, codes.chunk(len(prompts)), seeds):
@@ -462,8 +463,8 @@ class GLMImageWrapper:
         return images
 
     def decode_group(self, prompt, codes, seed):
-        # What to draw reaches the DiT as codes. Of the prompt it is shown the words in quotes, to
-        # be lettered: glyphs. One prompt at a time, as it minds the padding of a shorter one.
+        # What to draw reaches the DiT as codes. Of the prompt it gets quoted words (glyphs) alone,
+        # as text to write. A prompt at a time: padding of a shorter one would change its picture.
         glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
         for part in codes.split(self.config.micro_batch_size):
             yield from self.pipe(
@@ -581,7 +582,7 @@ class GRPOTrainer:
             tokens_per_sec=self.world_size * tokens.numel() / (sampled - start))
         for name, (_, weight) in self.rewards.items():
             values = components[name][~components[name].isnan()]
-            if len(values):  # as they came, but for Nones
+            if len(values):  # raw, without the Nones
                 metrics["reward"] += weight * values.mean().item()
                 metrics[f"reward/{name}"] = values.mean().item()
                 metrics[f"reward_std/{name}"] = values.std(correction=0).item()
@@ -596,7 +597,7 @@ class GRPOTrainer:
         if config.kl_coef > 0:
             self.add_ref_logprobs(batches)
         rows = []
-        for batch in batches * config.num_iterations:  # the same dicts each time
+        for batch in batches * config.num_iterations:  # the same dicts: they keep old_logprobs
             new_logprobs, entropy = self.compute_logprobs(batch)  # [B, T] each
             # The trap of bf16: sampler and trainer round differently, so that their ratio is not 1,
             # maybe clipped, before any update. So the old policy is the trainer's own first pass.
@@ -615,7 +616,7 @@ class GRPOTrainer:
             if len(rows) % len(batches) == 0:  # all samples have been seen
                 metrics["grad_norm"] = self.update()
         metrics = merge_rows(rows)
-        metrics["skipped"] = int(not math.isfinite(metrics["grad_norm"]))  # one of them, or all
+        metrics["skipped"] = int(not math.isfinite(metrics["grad_norm"]))  # if any update was
         metrics["sec_update"] = time.perf_counter() - start
         metrics["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
@@ -673,7 +674,7 @@ class GRPOTrainer:
                                        stroke_width=2, font_size=image.width / 14)
         sheet = np.hstack(images)  # [H, 8 W, 3]
         save_picture(self.out / f"samples/step_{step:05d}.png", sheet)
-        if step > 0:  # before, now, and below them the mean reward of each step, over its range
+        if step > 0:  # three rows: before, now, the curve of the mean reward of each step
             path = self.out / "samples/step_00000.png"
             first = Image.open(path) if path.exists() else sheet
             curve = Image.fromarray(np.full_like(sheet, 255))  # white
@@ -725,7 +726,7 @@ def halve_draft(height, width):  # pixels -> rows, columns of the large grid, th
 def make_tiny_models():
     """-> a GlmImagePipeline of random weights. Of words it knows the COLORS; the rest is unk."""
     special = {f"{name}_token": name for name in "bos eos pad unk image grid_bos grid_eos".split()}
-    words = {word: i for i, word in enumerate([*COLORS, *special.values()])}  # the codes are 0..7
+    words = {word: i for i, word in enumerate([*COLORS, *special.values()])}  # 8 bos, 9 eos ..
     tokenizer = transformers.BertTokenizer(
         words, model_input_names=["input_ids", "attention_mask"], **special)
     processor = transformers.GlmImageProcessor(
@@ -760,12 +761,12 @@ def make_tiny_pipeline(seed=0, warmup_steps=250, batch=8, wrapper_class=GLMImage
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(parts.parameters(), 2e-3)
     for _ in range(warmup_steps):
-        # The policy: a random share of the 4 + 16 tokens, 1/3 in the mean, is what the prompt says
+        # The policy: of 4 + 16 tokens a random share, 1/3 on average, has the colour of the prompt
         said = torch.randint(8, (batch, 1))
         same = torch.rand(batch, 20) < torch.rand(batch, 1) ** 2
         tokens = torch.where(same, said, torch.randint(8, (batch, 20)))
         logprobs, _ = wrapper.compute_logprobs([f"a {list(COLORS)[i]} thing" for i in said], tokens)
-        # The painter, at half size: from noise to an image, noise - velocity, in a single step
+        # The painter, at 64 pixels, to save time: noise to image = noise - velocity in one step
         codes = tokens[:, 4:]
         noise = torch.randn(batch, 16, 8, 8)
         velocity = pipe.transformer(
@@ -853,7 +854,8 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         fail(error)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, trainer.stop)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, trainer.stop)
     try:
         trainer.train()
         print(f"{trainer.out}: progress.png, and adapter/ for {type(wrapper.policy).__name__}")

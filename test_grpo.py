@@ -1325,6 +1325,8 @@ def test_signals_finish_the_step_and_save(tmp_path, command, monkeypatch):
         assert step_of(tmp_path / "run") == step
         argv = ["--resume", "run"]
     assert command(*argv)[0] == 0
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup: the user wants it to go on
+    waiting.append(signal.SIGHUP)
     assert command(*flags, "--out", "whole")[0] == 0
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
