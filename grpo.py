@@ -525,7 +525,7 @@ class GRPOTrainer:
         if self.rank == 0:  # a new run makes its folder, and no other may write there meanwhile
             self.out.mkdir(parents=True, exist_ok=bool(self.history))
             import filelock  # which torch brings along
-            self.lock = filelock.FileLock(self.out / ".lock", is_singleton=True).acquire(timeout=0)
+            self.lock = filelock.FileLock(self.out / ".one-run-at-a-time", is_singleton=True).acquire(timeout=0)
         if not self.history:
             self.keep({"step": 0})  # pictures and reward of the untrained policy
         while len(self.history) <= config.steps and not max(gather([self.stopped])):
@@ -858,7 +858,7 @@ def main(argv=None):
             signal.signal(number, trainer.stop)
     try:
         trainer.train()
-        print(f"{trainer.out}: progress.png, and adapter/ for {type(wrapper.policy).__name__}")
+        print(f"{trainer.out}: pictures, and adapter/ for {type(wrapper.policy).__name__}")
     except (OSError, FloatingPointError) as error:
         fail(error)
     if trainer.world_size > 1:

@@ -1479,7 +1479,7 @@ def test_what_the_first_command_leaves(run):
     out, printed = run
     pictures = {f"samples/step_{step:05d}.png" for step in (0, 10, 20, 30, 40)}
     adapter = {"adapter/adapter_model.safetensors", "adapter/adapter_config.json"}
-    others = {"args.json", "metrics.jsonl", "progress.png", "checkpoint.pt", ".lock"}
+    others = {"args.json", "metrics.jsonl", "progress.png", "checkpoint.pt", ".one-run-at-a-time"}
     assert {str(path.relative_to(out)) for path in out.rglob("*.*")} == pictures | adapter | others
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(41))
@@ -1487,7 +1487,7 @@ def test_what_the_first_command_leaves(run):
         assert row.keys() - {"reward_fixed"} == set(METRICS)
         assert all(math.isfinite(value) for value in row.values())
     assert printed.startswith("model: tiny")
-    assert f"{out}: progress.png, and adapter/ for GlmImageForConditionalGeneration" in printed
+    assert f"{out}: pictures, and adapter/ for GlmImageForConditionalGeneration" in printed
 
 def test_it_learns(run):
     """Rewards rise by far more than luck, and every fixed picture gets closer to its colour."""
@@ -1777,11 +1777,11 @@ def test_adapters_of_both_halves_elsewhere(flow, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     trainer = make_painting(flow, "run")
-    trainer.lora.save(Path("painter"), "toy")
+    trainer.lora.save(Path("glm-painter"), "toy")
     ar = trainer.wrapper.ar
     ar.policy.generation_config.suppress_tokens = list(range(8, 18))  # draw codes alone
     ar.pipe.save_pretrained("toy")
-    grpo.LoRA(ar.policy, ar.TARGETS, rank=4).save(Path("ar"), "toy")
+    grpo.LoRA(ar.policy, ar.TARGETS, rank=4).save(Path("glm-ar"), "toy")
     torch.manual_seed(0)
     inputs = (torch.randn(1, 16, 8, 8), torch.randn(1, 1, 32), torch.arange(16)[None] % 8,
               torch.zeros(1, 16).bool(), torch.tensor([999.0]), torch.full((1, 2), 64.0), torch.zeros(1, 2))
