@@ -525,7 +525,8 @@ class GRPOTrainer:
         if self.rank == 0:  # a new run makes its folder, and no other may write there meanwhile
             self.out.mkdir(parents=True, exist_ok=bool(self.history))
             import filelock  # which torch brings along
-            self.lock = filelock.FileLock(self.out / ".one-run-at-a-time", is_singleton=True).acquire(timeout=0)
+            path = self.out / ".one-run-at-a-time"
+            self.lock = filelock.FileLock(path, is_singleton=True).acquire(timeout=0)
         if not self.history:
             self.keep({"step": 0})  # pictures and reward of the untrained policy
         while len(self.history) <= config.steps and not max(gather([self.stopped])):
