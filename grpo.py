@@ -390,7 +390,7 @@ class GLMImageWrapper:
         return inputs.input_ids, F.pad(mask, (0, T), value=1).bool(), position_ids
 
     def forward(self, ids, visible, position_ids, num_last, cache=None):
-        """-> logits [B, num_last, V] of the last positions, of image codes alone, in fp32, over the
+        """-> logits [B, num_last, V] of image codes at the last positions, fp32, divided by the
         temperature. The model's own outer classes are left out: they would make other positions."""
         language_model, lm_head = self.ar_half
         for layer in language_model.layers:
