@@ -706,7 +706,8 @@ class GRPOTrainer:
             for weight, moments in self.optimizer.state.items():
                 assert moments["exp_avg"].shape == moments["exp_avg_sq"].shape == weight.shape
             assert all("reward" in row for row in state["history"][1:])
-            assert state["prompts"] == self.prompts, f"other prompts than {self.config.prompts}"
+            if state["prompts"] != self.prompts:
+                raise ValueError(f"other prompts than {self.config.prompts}")
             self.history = state["history"]
         except Exception as error:
             raise ValueError(f"{folder} is no run of this model: {error!r}") from error
