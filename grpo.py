@@ -119,8 +119,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     A = advantages.detach()[:, None]  # [N, 1]
     ratio = (new - old_logprobs.detach().reshape_as(new)).exp()
-    # The min is the more pessimistic of the two. Where a ratio has moved far enough the good way,
-    # it is the clipped term: a constant, so that no gradient pushes it further.
+    # Where a ratio has moved far enough the good way, the min is the clipped term: a constant.
     high = clip_range if clip_range_high is None else clip_range_high
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + high) * A
@@ -257,10 +256,8 @@ class LoRA:
     @contextlib.contextmanager
     def disabled(self):  # inside `with lora.disabled():` the model *is* the reference: no copy
         self.enabled = False
-        try:
-            yield
-        finally:
-            self.enabled = True
+        yield
+        self.enabled = True
 
     def save(self, folder, base_model):  # as transformers' load_adapter and peft read it
         os.makedirs(folder, exist_ok=True)
@@ -355,7 +352,8 @@ class GLMImageWrapper:
         real = F.pad(mask.bool(), (0, T), value=True)
         # Padding sees itself too: a row that sees nothing may become NaN on a GPU, and spread.
         itself = torch.eye(real.shape[1], dtype=torch.bool, device=DEVICE)
-        return inputs.input_ids, position_ids, (real[:, None, None] | itself).tril()
+        visible = (real[:, None, None] | itself).tril()
+        return inputs.input_ids, position_ids, visible
 
     def forward(self, ids, position_ids, visible, start=0, cache=None):
         """ids [B, n], fed at the positions from start on -> logits [B, n, V] of image codes, fp32,
@@ -456,12 +454,12 @@ def split_rollout(rollout, size):  # {key: n values} -> micro-batches with the s
 
 def read_checkpoint(folder):  # -> what save_checkpoint wrote: data alone, no code in it is run
     try:
-        return torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True)
+        return dict(torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True))
     except Exception as error:
         raise ValueError(f"--resume: {folder} holds no run: {error!r}") from error
 
 class GRPOTrainer:
-    """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}; targets: PIL images or None."""
+    """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}, targets: images or None."""
     def __init__(self, config, wrapper, prompts, rewards=None, targets=None):
         self.config = config
         self.wrapper = wrapper
@@ -474,8 +472,7 @@ class GRPOTrainer:
         self.lora = LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
 
-    def train(self):
-        """GRPO, until config.steps are done. Whatever ends it, each whole step has been saved."""
+    def train(self):  # until config.steps are done; whatever ends it, whole steps are saved
         config = self.config
         self.finish_step()  # of the untrained policy, or again of the last one
         while len(self.history) <= config.steps:
@@ -553,21 +550,23 @@ class GRPOTrainer:
             for weight in weights if WORLD_SIZE > 1 else []:
                 torch.distributed.all_reduce(weight.grad)  # a sum, as each GPU had its share
             norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-            if math.isfinite(norm):  # a NaN would stay in AdamW's moments for ever
+            finite = math.isfinite(norm)
+            if finite:  # a NaN would stay in AdamW's moments for ever
                 self.optimizer.step()
             self.optimizer.zero_grad()
-            rows.append(dict(grad_norm=norm, skipped=1 - math.isfinite(norm)))
+            rows.append(dict(grad_norm=norm, skipped=1 - finite))
         return merge_rows(rows) | dict(sec_update=time.perf_counter() - start,
                                        peak_gib=torch.cuda.max_memory_allocated() / 2**30)
 
     def save_checkpoint(self):
-        """Written aside, then renamed: whatever ends a run, and when, leaves its last whole step."""
+        """Written aside, then renamed: whatever ends a run leaves its last whole step."""
         state = dict(config=dataclasses.asdict(self.config), history=self.history,
                      adapter=self.lora.weights, optimizer=self.optimizer.state_dict(),
                      same=[self.config.model, self.config.lora_rank, self.prompts])
         os.makedirs(self.out, exist_ok=True)
-        torch.save(state, self.out / "checkpoint.part")
-        os.replace(self.out / "checkpoint.part", self.out / "checkpoint.pt")
+        part = self.out / "checkpoint.part"
+        torch.save(state, part)
+        part.replace(self.out / "checkpoint.pt")
 
     def load_checkpoint(self, folder):  # weights, moments and history go on; a new --lr counts
         state = read_checkpoint(folder)
@@ -599,7 +598,7 @@ class GRPOTrainer:
 
 # --- The toy: the real classes with 0.7 M weights; its 8 codes are the COLORS --------------------
 def make_tiny_models():  # -> a GlmImagePipeline of random weights; it knows no word but COLORS
-    names = [*COLORS, "bos", "eos", "pad", "unk", "image", "grid_bos", "grid_eos"]  # ids 0 to 14
+    names = [*COLORS, *"bos eos pad unk image grid_bos grid_eos".split()]  # ids 0 to 14
     special = {f"{name}_token": name for name in names[8:]}
     tokenizer = transformers.BertTokenizer({name: i for i, name in enumerate(names)}, **special)
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
@@ -616,7 +615,8 @@ def make_tiny_models():  # -> a GlmImagePipeline of random weights; it knows no 
         image_start_token_id=8, image_end_token_id=9, image_token_id=12))
     t5 = transformers.T5EncoderModel(transformers.T5Config(d_model=32, num_layers=0))
     dit = diffusers.GlmImageTransformer2DModel(
-        num_layers=1, num_attention_heads=2, text_embed_dim=32, prior_vq_quantizer_codebook_size=8)
+        num_layers=1, num_attention_heads=2, text_embed_dim=32, time_embed_dim=32, condition_dim=8,
+        prior_vq_quantizer_codebook_size=8)
     vae = diffusers.AutoencoderKL(
         up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4, layers_per_block=0,
         mid_block_add_attention=False, latent_channels=16, norm_num_groups=1,
@@ -691,8 +691,8 @@ def main(argv=None):
             trainer.load_checkpoint(config.resume)
         trainer.train()
     except KeyboardInterrupt:
-        sys.exit(f"stopped: --resume {config.out} goes on after the last whole step")
-    except (ValueError, OSError) as error:
+        sys.exit(f"stopped: --resume {config.out} goes on after its last whole step")
+    except (ValueError, OSError, FloatingPointError) as error:
         print("grpo.py: error:", *str(error).split(), file=sys.stderr)
         sys.exit(2)
 
