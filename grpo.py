@@ -303,7 +303,7 @@ class GLMImageWrapper:
         self.ar_half = torch.nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit_half = torch.nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
         self.held = None  # the half on the GPU
-        self.homes = {}  # of each half: weights, where they wait
+        self.homes = {}  # where the weights of a half wait
         offload = config.offload == "on" or (config.offload == "auto" and 0 < FREE_GIB < 60)
         for half in (self.ar_half, self.dit_half):
             half.requires_grad_(False).eval().to("cpu" if offload else DEVICE)
