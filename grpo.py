@@ -8,20 +8,20 @@ diffusion transformer (DiT, 7 B) decodes them into pixels. Here the AR half lear
                  ^--------------- update: a clipped policy gradient <---------+
 
 A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTrainer.train`:
-  1. sample   the policy, AR + LoRA, draws a group of G samples a prompt; a token is an action
-  2. decode   the frozen DiT paints them; a group shares its noise, so that only tokens differ
+  1. sample   the policy, AR + LoRA, draws G token sequences per prompt; each token is an action
+  2. decode   the frozen DiT paints them; all G of a prompt, a group, start from the same noise
   3. score    any function turns images into numbers; no gradient passes through a picture
   4. compare  advantage = (reward - mean) / std of its group: the group mean is the baseline
               that a value network would otherwise have to learn
   5. update   make tokens of better images likelier and those of worse ones less, within PPO's
               clip, at a price (KL) for leaving the base model
   6. log      a checkpoint, metrics, pictures of fixed prompts
-`python grpo.py` trains a toy on a laptop, or GLM-Image on a GPU with 60 GiB free. With `--model
-zai-org/GLM-Image` 24 GB should do (counted, not measured), and 38 GiB of the host's memory.
+`python grpo.py` trains a toy on a laptop, or GLM-Image on a GPU with 60 GiB free. With less, down
+to 24 GB, type `--model zai-org/GLM-Image` (calculated, not measured); the host needs 38 GiB.
 
-Axes: N = P * G samples ordered p0 p0 .. p1 p1 .., B of them in a micro-batch; L prompt tokens,
-padded on the left; T image tokens, each one of V codes: a small draft of the picture, then the
-large grid that is painted. The image size alone sets T, so the loss needs no mask.
+Axes: P prompts, G samples of each, N = P * G in the order p0 p0 .. p1 p1 .., B in a micro-batch;
+L prompt tokens, padded on the left; T image tokens, each one of V codes: a small draft first, then
+the large grid, which alone is painted. One image size means one T: the loss needs no mask.
 """
 import argparse, contextlib, dataclasses, functools, inspect, json, math, os, re, runpy, sys, time
 from pathlib import Path
@@ -35,46 +35,46 @@ CUDA = torch.cuda.is_available()
 RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU and numbers them
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if CUDA else "cpu")
-FREE_GIB = torch.cuda.mem_get_info(DEVICE)[0] / 2**30 if CUDA else 0
-progress = functools.partial(tqdm.tqdm, leave=False, disable=RANK > 0 or None)
+FREE_GIB = torch.cuda.mem_get_info(DEVICE)[0] / 2**30 if CUDA else 0  # GLM-Image wants 60
+progress = functools.partial(tqdm.tqdm, leave=False, disable=RANK > 0 or None)  # None: if no tty
 
 # --- Settings: a field is a flag, and its comment the help ---------------------------------------
 @dataclasses.dataclass
 class Config:
     model: str = "zai-org/GLM-Image"  # hub id, folder, or tiny: a toy for a laptop
-    resume: str = None  # folder of a run to go on with, under its settings and what is typed
+    resume: str = None  # folder of a run to continue; what is typed wins over its settings
     prompts: str = str(Path(__file__).with_name("prompts.txt"))  # text, one a line
     reward: str = "color"  # color, mse, file.py:function, or several: color=1,mine.py:sharp=.2
     reward_norm: Literal["none", "group"] = "none"  # group: z-score each reward first
     steps: int = 300  # rollouts
     group_size: int = 4  # images per prompt
     batch_size: int = 8  # prompts per step, of all GPUs
-    micro_batch_size: int = 1  # images at a time in decode and update; no result changes
+    micro_batch_size: int = 1  # images at a time in decode and update: memory, not result
     lr: float = 5e-5  # of AdamW; LoRA wants about ten times the rate of full weights
     num_iterations: int = 1  # updates per rollout; from 2 on the clip matters
-    clip_range: float = 0.2  # a ratio can fall to 1 - this
-    clip_range_high: float = None  # it can rise to 1 + this; None: as clip_range
+    clip_range: float = 0.2  # clips ratios to 1 - this ..
+    clip_range_high: float = None  # .. 1 + this; None: same
     kl_coef: float = 0.01  # price of leaving the base model; 0: no KL is computed
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides advantages
-    max_grad_norm: float = 1.0  # of clipped gradients
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # the std that divides advantages
+    max_grad_norm: float = 1.0  # gradients are clipped
     lora_rank: int = 32  # of the adapters
     size: str = "512"  # pixels; 1024x768: width first
     temperature: float = None  # None: the model's own
     top_p: float = None  # only the likeliest codes of this mass; None: the model's own
     decode_steps: int = 20  # denoising steps of the DiT
-    guidance: float = 1.5  # of the DiT; 1: no second pass
+    guidance: float = 1.5  # classifier-free; 1: off
     offload: Literal["auto", "on", "off"] = "auto"  # on: the GPU holds AR or DiT in turn
-    save_every: int = 10  # steps between saved pictures
+    save_every: int = 10  # steps between sample pictures
     seed: int = 0  # of everything random
-    out: str = None  # a new folder; None: runs/<date-time>
+    out: str = None  # new folder; None: runs/<date-time>
 
     def __post_init__(self):  # ValueError for what cannot be right, before a model is loaded
-        least = dict(group_size=2, seed=0, temperature=0.01, top_p=0.01)  # others: 1, or 0.0
+        least = dict(group_size=2, seed=0, temperature=0.01, top_p=0.01)  # others: 1, floats 0
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             low = least.get(field.name, 1 if field.type is int else 0)
             high = 1 if field.name == "top_p" else 1e9
-            if isinstance(value, (int, float)) and not low <= value <= high:  # NaN never is
+            if isinstance(value, (int, float)) and not low <= value <= high:  # NaN fails too
                 raise ValueError(f"--{field.name} {value} is not from {low} to {high:g}")
         if self.batch_size % WORLD_SIZE:
             raise ValueError(f"--batch-size must be a multiple of the {WORLD_SIZE} GPUs")
@@ -97,7 +97,7 @@ def compute_advantages(rewards, group_size, scale="group"):
     rewards = torch.as_tensor(rewards).float()
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
-    groups = rewards.double().view(-1, group_size)  # [P, G]; in double the mean of 0.3s is 0.3
+    groups = rewards.double().view(-1, group_size)  # [P, G]; double: equal rewards give exactly 0
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         advantages /= groups.std(1, keepdim=True) + 1e-6
@@ -108,27 +108,26 @@ def compute_advantages(rewards, group_size, scale="group"):
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, clip_range_high=None,
                       ref_logprobs=None, kl_coef=0.0):
     """PPO's clipped surrogate (1707.06347) plus a KL to the reference -> loss, {metric: float}.
-        ratio = exp(new - old)
-        loss  = -mean(min(ratio * A, clip(ratio, low, high) * A)) + kl_coef * mean(k3)
+        ratio = exp(new - old), clipped to 1 - clip_range .. 1 + clip_range_high (DAPO, 2503.14476)
+        loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
-    Log-probs are [N, T] (or [N]: a sample is one action), advantages [N]. Only new_logprobs gets a
-    gradient. low = 1 - clip_range, high = 1 + clip_range_high (DAPO, 2503.14476).
+    Log-probs are [N, T], or [N] if a sample is one action; advantages [N]. Gradient: new_logprobs.
     Why the loss may be 0: with one update per rollout old equals new, every ratio is 1, and
     policy_loss is -mean(A), 0 over whole groups. The gradient is not 0: that of ratio * A at
     ratio 1 is A * grad(new), REINFORCE with a baseline."""
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     A = advantages.detach()[:, None]  # [N, 1]
     ratio = (new - old_logprobs.detach().reshape_as(new)).exp()
-    # Where a ratio has moved far enough the good way, the min is the clipped term: a constant.
     high = clip_range if clip_range_high is None else clip_range_high
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + high) * A
+    # Past the clip, on the side that A favours, the min is a constant: no gradient pushes further.
     loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
     metrics = dict(policy_loss=loss, ratio_max=ratio.max())
     metrics["clip_frac"] = (clipped < unclipped).float().mean()  # share that the clip has stopped
     if ref_logprobs is not None:
         delta = ref_logprobs.detach().reshape_as(new) - new
-        delta = delta.clamp(max=20)  # or one far-off token would overflow the whole batch
+        delta = delta.clamp(max=20)  # an outlier would overflow; it gets no gradient
         metrics["kl"] = (torch.expm1(delta) - delta).mean()  # expm1 keeps small values exact
         loss = loss + kl_coef * metrics["kl"]
     metrics["loss"] = loss
@@ -136,12 +135,11 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
 
 def compute_policy_logprobs(logits, allowed=None):
     """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
-    logits [.., V], fp32 (in bf16 a log-prob of -9 is off by 0.03), divided by the temperature;
+    logits [.., V], already divided by the temperature, fp32 (a bf16 log-prob of -9 is off by 0.03);
     allowed [.., V], bool: the nucleus, or None for all codes -> log-probs [.., V].
-    The trap of top-p: a token drawn in the nucleus is likelier there than in the whole softmax, so
-    that a trainer with the whole softmax starts off ratio 1. To look for the nucleus again gives
-    another one, as the policy has moved. So the sampler keeps its nuclei, and all log-probs, those
-    of the reference too, are taken inside them (DeepSeek-V3.2, 2512.02556)."""
+    The trap of top-p: in the nucleus a token is likelier than in the whole softmax. A trainer that
+    uses the latter, or computes the nucleus anew, does not start at ratio 1. So the sampler keeps
+    its nuclei, and all log-probs, of the reference too, are taken inside them (2512.02556)."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
@@ -177,7 +175,7 @@ def reward_mse(images, prompts, targets):  # minus the squared error to the targ
 REWARDS = {"color": reward_color, "mse": reward_mse}
 run_file = functools.cache(runpy.run_path)  # a file with two rewards in it runs once
 
-def call_foreign(function, *inputs):  # an error in a reward is none that `main` makes one line
+def call_foreign(function, *inputs):  # raises RuntimeError: `main` lets its traceback through
     try:
         return function(*inputs)
     except Exception as error:
@@ -198,15 +196,15 @@ def load_rewards(text):  # "color=1,mine.py:sharp=.2" -> {name: (function, weigh
 
 def compute_rewards(images, prompts, targets, rewards, group_size=1, norm="none"):
     """{name: (function, weight)} -> the weighted sum [N], and {metric: float}, the raw means.
-    A None counts as the mean of its group, or as 0 where nobody has an opinion. A NaN does not: a
-    broken reward would train nothing, without a word. norm "group" adds up z-scores instead."""
+    A None becomes the mean of its group, or 0 if all are None. A NaN is an error: else a broken
+    reward would train nothing, silently. norm "group" adds up z-scores in the group instead."""
     total = torch.zeros(len(images))
     metrics = {"reward": 0.0}
     for name, (function, weight) in rewards.items():
-        copies = [image.copy() for image in images]  # a reward may paint on them
+        copies = [image.copy() for image in images]  # a reward may draw on them
         values = list(call_foreign(function, copies, prompts, targets))
         scores = torch.tensor([math.nan if value is None else float(value) for value in values])
-        given = scores.isfinite()
+        given = scores.isfinite()  # a None is not
         if len(values) != len(images) or values.count(None) != sum(~given):
             raise ValueError(f"the reward {name} gave not {len(images)} finite numbers: {values}")
         if given.any():
@@ -249,7 +247,7 @@ class LoRA:
                 linear.register_forward_hook(functools.partial(self.add_low_rank, A, B))
 
     def add_low_rank(self, A, B, linear, inputs, output):
-        if self.enabled:  # else the output stays as it is
+        if self.enabled:  # no return: no change
             low = inputs[0] @ A.to(output).T  # [.., rank]
             return output + 2 * low @ B.to(output).T
 
@@ -268,14 +266,14 @@ class LoRA:
 
 # --- GLM-Image: prompt -> tokens -> image, with the log-probs that GRPO needs --------------------
 def build_position_ids(attention_mask, grids):
-    """For rotary embeddings, positions (t, h, w): mask [B, L], grids of T cells -> [3, B, L + T].
+    """For rotary embeddings, positions (t, h, w): mask [B, L], (h, w) of grids -> [3, B, L + T].
     Text counts up in all three. A grid holds t still and counts its rows in h, its columns in w;
     the next one starts max(h, w) further on. A padded prompt of 3, a 1 x 2 draft, a 2 x 2 grid:
               pad  prompt    draft   large
          t:    1   0  1  2   3  3    5  5  5  5
          h:    1   0  1  2   3  3    5  5  6  6
          w:    1   0  1  2   3  4    5  6  5  6
-    The trap: `transformers` applies them in `generate` only. A plain forward pass takes the image
+    The trap: `transformers` makes these in `generate` only. A plain forward pass takes the image
     for a line of text, without any error, and every log-prob is wrong."""
     text = (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, 1)  # [B, L]
     parts = [text.expand(3, -1, -1)]
@@ -298,12 +296,12 @@ class GLMImageWrapper:
         self.policy = pipe.vision_language_encoder  # the pipeline's name for the AR half
         own = self.policy.generation_config
         self.temperature = config.temperature or own.temperature or 1.0
-        self.cut_tail = transformers.TopPLogitsWarper(config.top_p or own.top_p or 1.0)
-        # The vision tower, for image-to-image, is in neither half and stays on the CPU.
+        self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or own.top_p or 1.0)
+        # The vision tower is for image-to-image alone: it is in neither half and stays on the CPU.
         self.ar_half = torch.nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit_half = torch.nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
         self.held = None  # the half on the GPU
-        self.homes = {}  # where the weights of a half wait
+        self.homes = {}  # half -> weights, CPU copies
         offload = config.offload == "on" or (config.offload == "auto" and 0 < FREE_GIB < 60)
         for half in (self.ar_half, self.dit_half):
             half.requires_grad_(False).eval().to("cpu" if offload else DEVICE)
@@ -314,7 +312,7 @@ class GLMImageWrapper:
         self.policy.activation_checkpointing_enable()
         pipe.set_progress_bar_config(disable=True)
         pipe.vae.enable_slicing()  # image by image: four at once, at 1024 pixels, take 28 GiB
-        # The DiT's rotary tables depend on the size alone, but are made on the CPU at every call.
+        # The DiT makes its rotary tables, of latents of 8 pixels, anew on the CPU at every call.
         tables = pipe.transformer.rope(torch.empty(1, 1, config.height // 8, config.width // 8))
         pipe.transformer.forward = functools.partial(
             pipe.transformer.forward, image_rotary_emb=[table.to(DEVICE) for table in tables])
@@ -323,11 +321,12 @@ class GLMImageWrapper:
     @classmethod
     def from_pretrained(cls, path, config):  # path: hub id, folder, or tiny
         if path == "tiny":
+            torch.set_num_threads(1)  # more only wait
             return cls(make_tiny_pipeline(config.seed), config)
         dtype = torch.bfloat16 if CUDA else torch.float32
         return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype), config)
 
-    def hold(self, half):  # a phase begins: the GPU gives all weights back and gets these
+    def hold(self, half):  # this half to the GPU, the other off it; frozen: none is copied back
         if half is not self.held:
             self.held = half
             for weight, home in sum(self.homes.values(), []):
@@ -346,8 +345,8 @@ class GLMImageWrapper:
             chats, tokenize=True, return_dict=True, return_tensors="pt",
             processor_kwargs=settings).to(DEVICE)
         mask = inputs.attention_mask  # [B, L], 0: padding
-        large, draft = inputs.image_grid_thw[:2, 1:].tolist()
-        position_ids = build_position_ids(mask, [draft, large])  # the draft is sampled first
+        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w); so listed
+        position_ids = build_position_ids(mask, [draft, large])  # so sampled
         T = position_ids.shape[2] - mask.shape[1]
         real = F.pad(mask.bool(), (0, T), value=True)
         # Padding sees itself too: a row that sees nothing may become NaN on a GPU, and spread.
@@ -356,27 +355,27 @@ class GLMImageWrapper:
         return inputs.input_ids, position_ids, visible
 
     def forward(self, ids, position_ids, visible, start=0, cache=None):
-        """ids [B, n], fed at the positions from start on -> logits [B, n, V] of image codes, fp32,
-        divided by the temperature. The model's outer classes would make positions of their own."""
+        """ids [B, n], fed at the positions from start on -> logits [B, n, V] of image codes, ids 0
+        to V - 1. It calls the inner model, as the outer class makes positions of its own."""
         language_model, lm_head = self.ar_half
         for layer in language_model.layers:
-            layer.training = torch.is_grad_enabled()  # checkpointing; the parts' dropout stays off
+            layer.training = torch.is_grad_enabled()  # checkpointing; dropout inside stays off
         rows = slice(start, start + ids.shape[1])
         hidden = language_model(
             input_ids=ids, position_ids=position_ids[..., rows], attention_mask=visible[:, :, rows],
-            past_key_values=cache, use_cache=False).last_hidden_state  # a new cache is not made
+            past_key_values=cache, use_cache=False).last_hidden_state  # False: make no new cache
         codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
         return lm_head(hidden)[..., :codebook_size].float() / self.temperature
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed for each -> tokens, logprobs [N, T], allowed [N, T, V]: the
-        nuclei. Not `generate`, which mixes up the grids, may end early and cuts to 50 codes."""
+        nuclei. `generate` mixes up grids in a batch, may end early, and takes the top 50 codes."""
         self.hold(self.ar_half)
         feed, position_ids, visible = self.encode(np.repeat(prompts, group_size).tolist())
         T = position_ids.shape[2] - feed.shape[1]
         cache = transformers.StaticCache(self.policy.config.text_config, position_ids.shape[2])
-        # A random number for each token, from the seed of its group: the batch has no effect.
+        # Random numbers from the seed of each group, so that a sample does not depend on the batch.
         chance = [torch.rand(group_size, T, generator=torch.Generator().manual_seed(seed))
                   for seed in seeds]
         chance = torch.cat(chance).to(DEVICE)  # [N, T]
@@ -384,9 +383,9 @@ class GLMImageWrapper:
         steps = []
         for i in progress(range(T), "sample"):  # the prompt is fed at first, then code after code
             logits = self.forward(feed, position_ids, visible, start, cache)[:, -1]  # [N, V]
-            nucleus = self.cut_tail(None, logits).isfinite()  # [N, V]; all other codes are -inf
+            nucleus = self.top_p_filter(None, logits).isfinite()  # [N, V]; all other codes are -inf
             logprobs = compute_policy_logprobs(logits, nucleus)
-            # A sample is where a number in 0..1 falls in the running sum of probabilities.
+            # Inverse CDF: where a uniform number falls in the running sum of probabilities.
             mass = logprobs.double().exp().cumsum(1)
             point = chance[:, i:i + 1] * mass[:, -1:]
             code = torch.searchsorted(mass, point, right=True)  # [N, 1]
@@ -419,7 +418,7 @@ class GLMImageWrapper:
         groups = codes.chunk(len(prompts))
         images = []
         for prompt, group, seed in zip(prompts, groups, progress(seeds, "decode")):
-            # Quoted words, to be painted; a prompt at a time, as padding would change the picture.
+            # The DiT reads quoted words (glyphs) alone. A prompt at a time: padding would show.
             glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
             for part in group.split(config.micro_batch_size):
                 noise = [torch.Generator().manual_seed(seed) for _ in part]
@@ -429,7 +428,7 @@ class GLMImageWrapper:
                     guidance_scale=config.guidance, num_inference_steps=config.decode_steps).images
         return images
 
-    def generate_with_tracking(self, prompts, group_size, seeds):  # images, and what sample gives
+    def generate_with_tracking(self, prompts, group_size, seeds):  # -> images, tokens ..
         samples = self.sample(prompts, group_size, seeds)
         return self.decode(prompts, samples[0], seeds), *samples
 
@@ -468,13 +467,14 @@ class GRPOTrainer:
         self.rewards = rewards or load_rewards(config.reward)
         self.out = Path(config.out)
         self.history = [{"step": 0}]  # the rows of metrics.jsonl, first the untrained policy's
+        self.same = [config.model, config.lora_rank, config.seed, prompts]  # must match on resume
         transformers.set_seed(config.seed)  # for LoRA
         self.lora = LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
 
     def train(self):  # until config.steps are done; whatever ends it, whole steps are saved
         config = self.config
-        self.finish_step()  # of the untrained policy, or again of the last one
+        self.finish_step()  # step 0, the untrained policy, or the one resumed from
         while len(self.history) <= config.steps:
             rollout, metrics = self.rollout(len(self.history))  # 1. sample, 2. decode, 3. score
             rewards = gather(rollout["rewards"].tolist())  # 4. compare: [N], of all GPUs
@@ -484,29 +484,29 @@ class GRPOTrainer:
             self.history.append({"step": len(self.history), **merge_rows(gather([metrics]))})
             self.finish_step()  # 6. log
             if [row.get("skipped") for row in self.history[-3:]] == [1, 1, 1]:
-                raise FloatingPointError("three steps without a finite gradient: lower --lr")
+                raise FloatingPointError("gradients of three steps were not finite: lower --lr")
 
     def choose_prompts(self, step):
         """-> indices of this GPU's prompts and a seed for each, from config.seed and step alone: no
         random state to store. Each prompt comes once, in a new order, before any comes again."""
+        config = self.config
         n = len(self.prompts)
-        seed = self.config.seed
-        turns = range(self.config.batch_size * step)[-self.config.batch_size:][RANK::WORLD_SIZE]
-        orders = [np.random.default_rng([seed, turn // n]).permutation(n) for turn in turns]
+        turns = range((step - 1) * config.batch_size + RANK, step * config.batch_size, WORLD_SIZE)
+        orders = [np.random.default_rng([config.seed, turn // n]).permutation(n) for turn in turns]
         chosen = [order[turn % n] for order, turn in zip(orders, turns)]
-        return chosen, [(seed * 1_000_003 + turn) % 2**32 for turn in turns]
+        return chosen, [(config.seed * 1_000_003 + turn) % 2**32 for turn in turns]
 
     def rollout(self, step):  # steps 1 to 3, on this GPU's prompts -> {key: n values}, metrics
         config = self.config
         chosen, seeds = self.choose_prompts(step)
         transformers.set_seed(seeds[0])  # the global generators, for rewards that use them
-        prompts = [self.prompts[i] for i in chosen]
+        heads = [self.prompts[i] for i in chosen]  # [P]
         times = [time.perf_counter()]
-        tokens, logprobs, allowed = self.wrapper.sample(prompts, config.group_size, seeds)
+        tokens, logprobs, allowed = self.wrapper.sample(heads, config.group_size, seeds)
         times.append(time.perf_counter())
-        images = self.wrapper.decode(prompts, tokens, seeds)
+        images = self.wrapper.decode(heads, tokens, seeds)
         times.append(time.perf_counter())
-        prompts = np.repeat(prompts, config.group_size).tolist()  # p0 p0 .. p1 p1 ..
+        prompts = np.repeat(heads, config.group_size).tolist()  # p0 p0 .. p1 p1 ..
         targets = [self.targets[i] for i in np.repeat(chosen, config.group_size)]
         rewards, metrics = compute_rewards(
             images, prompts, targets, self.rewards, config.group_size, config.reward_norm)
@@ -535,8 +535,8 @@ class GRPOTrainer:
             for batch in progress(batches, "update"):
                 new_logprobs, entropy = self.wrapper.compute_logprobs(
                     batch["prompts"], batch["tokens"], batch["allowed"])  # [B, T] each
-                # The trap of bf16: sampler and trainer round differently, so that their ratio is
-                # not 1, maybe clipped, before any update. The old policy is this first pass.
+                # The trap of bf16: sampler and trainer round differently, their ratio is not 1.
+                # So the old log-probs are those of this first pass, kept for later iterations.
                 batch.setdefault("old_logprobs", new_logprobs.detach())
                 loss, metrics = compute_grpo_loss(
                     new_logprobs, batch["old_logprobs"], batch["advantages"], config.clip_range,
@@ -558,17 +558,16 @@ class GRPOTrainer:
         return merge_rows(rows) | dict(sec_update=time.perf_counter() - start,
                                        peak_gib=torch.cuda.max_memory_allocated() / 2**30)
 
-    def save_checkpoint(self):
-        """Written aside, then renamed: whatever ends a run leaves its last whole step."""
+    def save_checkpoint(self):  # aside, then renamed: whatever ends a run, its last step is whole
         state = dict(config=dataclasses.asdict(self.config), history=self.history,
                      adapter=self.lora.weights, optimizer=self.optimizer.state_dict(),
-                     same=[self.config.model, self.config.lora_rank, self.prompts])
+                     same=self.same)
         os.makedirs(self.out, exist_ok=True)
         part = self.out / "checkpoint.part"
         torch.save(state, part)
         part.replace(self.out / "checkpoint.pt")
 
-    def load_checkpoint(self, folder):  # weights, moments and history go on; a new --lr counts
+    def load_checkpoint(self, folder):  # a run goes on; the lr is that of the config
         state = read_checkpoint(folder)
         self.history = state["history"]
         self.optimizer.load_state_dict(state["optimizer"])
@@ -576,7 +575,7 @@ class GRPOTrainer:
         for name, weight in self.lora.weights.items():
             weight.data.copy_(state["adapter"][name])
 
-    def finish_step(self):  # step 6: a checkpoint, then what can be made again from it
+    def finish_step(self):  # step 6: a checkpoint, then files that it can rebuild
         if RANK > 0:
             return
         self.save_checkpoint()
@@ -587,18 +586,19 @@ class GRPOTrainer:
         lines = "\n".join(json.dumps(row) for row in self.history)
         (self.out / "metrics.jsonl").write_text(lines + "\n")
         keys = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap reward_fixed"
-        print(*[f"{key} {row[key]:<8.3g}" for key in keys.split() if key in row], flush=True)
+        print(*[f"{key} {row[key]:<8.4g}" for key in keys.split() if key in row], flush=True)
 
     def save_samples(self, name):  # fixed prompts and seeds: only the policy changes -> mean reward
         prompts = self.prompts[:8]
         images = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))[0]
+        transformers.set_seed(self.config.seed)  # for rewards that are random
         rewards, _ = compute_rewards(images, prompts, self.targets[:8], self.rewards, len(images))
         diffusers.utils.make_image_grid(images, 1, len(images)).save(self.out / name)
         return rewards.mean().item()
 
 # --- The toy: the real classes with 0.7 M weights; its 8 codes are the COLORS --------------------
 def make_tiny_models():  # -> a GlmImagePipeline of random weights; it knows no word but COLORS
-    names = [*COLORS, *"bos eos pad unk image grid_bos grid_eos".split()]  # ids 0 to 14
+    names = [*COLORS, *"bos eos pad unk image grid_bos grid_eos".split()]  # 8 is bos
     special = {f"{name}_token": name for name in names[8:]}
     tokenizer = transformers.BertTokenizer({name: i for i, name in enumerate(names)}, **special)
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
@@ -613,9 +613,9 @@ def make_tiny_models():  # -> a GlmImagePipeline of random weights; it knows no 
                          eos_token_id=9, pad_token_id=10),
         vision_config=dict(depth=0, hidden_size=16), vq_config=dict(embed_dim=16, num_embeddings=8),
         image_start_token_id=8, image_end_token_id=9, image_token_id=12))
-    t5 = transformers.T5EncoderModel(transformers.T5Config(d_model=32, num_layers=0))
+    t5 = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, d_model=8, num_layers=0))
     dit = diffusers.GlmImageTransformer2DModel(
-        num_layers=1, num_attention_heads=2, text_embed_dim=32, time_embed_dim=32, condition_dim=8,
+        num_layers=1, num_attention_heads=2, text_embed_dim=8, time_embed_dim=32, condition_dim=8,
         prior_vq_quantizer_codebook_size=8)
     vae = diffusers.AutoencoderKL(
         up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4, layers_per_block=0,
@@ -630,25 +630,25 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
     its colour, its AR half that a prompt has to do with colours. GRPO does the rest."""
     torch.manual_seed(seed)
     pipe = make_tiny_models()
-    wrapper = GLMImageWrapper(pipe, Config(**TINY))
-    del pipe.transformer.forward  # the wrapper's, with rotary tables of its size
+    wrapper = GLMImageWrapper(pipe, Config(**TINY, offload="off", batch_size=WORLD_SIZE))
+    del pipe.transformer.forward  # the wrapper's size
     pipe.vae.disable_slicing()  # which is quicker
     paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # the pipeline, with gradients
-    palette = torch.stack(list(COLORS.values()))  # [V, 3]
+    palette = torch.stack(list(COLORS.values())).to(DEVICE)  # [V, 3]
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(parts.parameters(), 2e-3)
     for _ in progress(range(warmup_steps), "the toy"):
-        # The policy: 3 of 10 tokens, of 4 + 16, have the colour of the prompt, all others any.
+        # The policy: 30 % of 4 + 16 tokens get the colour of the prompt, the others are random.
         said = torch.randint(8, (8, 1))
         other = torch.randint(8, (8, 20))
         tokens = torch.where(torch.rand(8, 20) < 0.3, said, other)
         logprobs, _ = wrapper.compute_logprobs([f"a {list(COLORS)[i]} thing" for i in said], tokens)
         # The painter: 2 x 2 codes become squares of 16 pixels, from noise in one step.
-        codes = torch.randint(8, (8, 4))
+        codes = torch.randint(8, (8, 4)).to(DEVICE)
         goals = F.interpolate(palette[codes].mT.unflatten(2, (2, 2)), 32)  # [B, 3, 32, 32]
-        images = paint(pipe, prompt_embeds=torch.randn(8, 1, 32), prior_token_ids=codes,
-                       height=32, width=32, num_inference_steps=1, guidance_scale=1.0,
-                       output_type="pt").images
+        glyphs = torch.randn(8, 1, 8).to(DEVICE)
+        images = paint(pipe, prompt_embeds=glyphs, prior_token_ids=codes, height=32, width=32,
+                       num_inference_steps=1, guidance_scale=1.0, output_type="pt").images
         loss = F.mse_loss(images, goals) - logprobs.mean()
         optimizer.zero_grad()
         loss.backward()
@@ -656,7 +656,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
     return pipe
 
 # --- The command line ----------------------------------------------------------------------------
-def parse_args(argv=None):  # -> Config: defaults, its own or TINY's or a run's; then what is typed
+def parse_args(argv=None):  # -> Config; what is typed wins over a resumed run or TINY
     parser = transformers.HfArgumentParser(
         Config, usage=argparse.SUPPRESS, epilog=inspect.getsource(Config).split("    def ")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -681,9 +681,9 @@ def main(argv=None):
             raise ValueError(f"--reward mse: a line of {config.prompts} has no target")
         if not config.resume and RANK == 0 and os.path.exists(config.out):
             raise ValueError(f"--out {config.out} exists: name another folder, or --resume it")
-        same = [config.model, config.lora_rank, prompts]
+        same = [config.model, config.lora_rank, config.seed, prompts]
         if config.resume and read_checkpoint(config.resume)["same"] != same:
-            raise ValueError("--resume: the run has another model, --lora-rank or prompts")
+            raise ValueError("--resume: the run has another model, --lora-rank, --seed or prompts")
         print(f"model: {config.model} on {DEVICE}, files: {config.out}")
         wrapper = GLMImageWrapper.from_pretrained(config.model, config)
         trainer = GRPOTrainer(config, wrapper, prompts, rewards, targets)
