@@ -41,7 +41,7 @@ progress = functools.partial(tqdm.tqdm, leave=False, disable=RANK > 0 or None)  
 # --- Settings: a field is a flag, and its comment the help ---------------------------------------
 @dataclasses.dataclass
 class Config:
-    model: str = "zai-org/GLM-Image"  # hub id, folder, or tiny: a toy for a laptop
+    model: str = "zai-org/GLM-Image"  # hub id, folder, or tiny: a toy, the default below 60 GiB
     resume: str = None  # folder of a run to continue; what is typed wins over its settings
     prompts: str = str(Path(__file__).with_name("prompts.txt"))  # text, one a line
     reward: str = "color"  # color, mse, file.py:function, or several: color=1,mine.py:sharp=.2
@@ -53,7 +53,7 @@ class Config:
     lr: float = 5e-5  # of AdamW; LoRA wants about ten times the rate of full weights
     num_iterations: int = 1  # updates per rollout; from 2 on the clip matters
     clip_range: float = 0.2  # clips ratios to 1 - this ..
-    clip_range_high: float = None  # .. 1 + this; None: same
+    clip_range_high: float = None  # 1 + this; None: same
     kl_coef: float = 0.01  # price of leaving the base model; 0: no KL is computed
     scale_rewards: Literal["group", "batch", "none"] = "group"  # the std that divides advantages
     max_grad_norm: float = 1.0  # gradients are clipped
@@ -64,12 +64,12 @@ class Config:
     decode_steps: int = 20  # denoising steps of the DiT
     guidance: float = 1.5  # classifier-free; 1: off
     offload: Literal["auto", "on", "off"] = "auto"  # on: the GPU holds AR or DiT in turn
-    save_every: int = 10  # steps between sample pictures
+    save_every: int = 10  # steps between pictures; checkpoints come every step
     seed: int = 0  # of everything random
     out: str = None  # new folder; None: runs/<date-time>
 
     def __post_init__(self):  # ValueError for what cannot be right, before a model is loaded
-        least = dict(group_size=2, seed=0, temperature=0.01, top_p=0.01)  # others: 1, floats 0
+        least = dict(group_size=2, seed=0, temperature=0.01, top_p=0.01)  # else 1, or 0.0
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             low = least.get(field.name, 1 if field.type is int else 0)
@@ -97,7 +97,7 @@ def compute_advantages(rewards, group_size, scale="group"):
     rewards = torch.as_tensor(rewards).float()
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
-    groups = rewards.double().view(-1, group_size)  # [P, G]; double: equal rewards give exactly 0
+    groups = rewards.double().view(-1, group_size)  # [P, G]; fp32 adds up exactly in double
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         advantages /= groups.std(1, keepdim=True) + 1e-6
@@ -111,7 +111,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
         ratio = exp(new - old), clipped to 1 - clip_range .. 1 + clip_range_high (DAPO, 2503.14476)
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
-    Log-probs are [N, T], or [N] if a sample is one action; advantages [N]. Gradient: new_logprobs.
+    Log-probs are [N, T], or [N] (an action each), advantages [N]. Only new_logprobs get a gradient.
     Why the loss may be 0: with one update per rollout old equals new, every ratio is 1, and
     policy_loss is -mean(A), 0 over whole groups. The gradient is not 0: that of ratio * A at
     ratio 1 is A * grad(new), REINFORCE with a baseline."""
@@ -128,7 +128,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     if ref_logprobs is not None:
         delta = ref_logprobs.detach().reshape_as(new) - new
         delta = delta.clamp(max=20)  # an outlier would overflow; it gets no gradient
-        metrics["kl"] = (torch.expm1(delta) - delta).mean()  # expm1 keeps small values exact
+        metrics["kl"] = (torch.expm1(delta) - delta).mean()  # expm1 is accurate near 0
         loss = loss + kl_coef * metrics["kl"]
     metrics["loss"] = loss
     return loss, {name: value.item() for name, value in metrics.items()}
@@ -138,8 +138,8 @@ def compute_policy_logprobs(logits, allowed=None):
     logits [.., V], already divided by the temperature, fp32 (a bf16 log-prob of -9 is off by 0.03);
     allowed [.., V], bool: the nucleus, or None for all codes -> log-probs [.., V].
     The trap of top-p: in the nucleus a token is likelier than in the whole softmax. A trainer that
-    uses the latter, or computes the nucleus anew, does not start at ratio 1. So the sampler keeps
-    its nuclei, and all log-probs, of the reference too, are taken inside them (2512.02556)."""
+    uses the latter, or computes the nucleus anew, improves another policy than was sampled. So the
+    sampler keeps its nuclei; all log-probs, the reference's too, are inside them (2512.02556)."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
@@ -156,8 +156,8 @@ def pil_to_tensor(images):  # PIL images of one size -> [N, 3, H, W], fp32 in 0.
     pixels = np.stack([image.convert("RGB") for image in images])
     return torch.from_numpy(pixels).movedim(3, 1) / 255
 
-def tensor_to_pil(tensor):  # [N, 3, H, W], float in 0..1 -> PIL images
-    return diffusers.utils.pt_to_pil(2 * tensor.float() - 1)  # which takes -1..1
+def tensor_to_pil(tensor):  # [N, 3, H, W] in 0..1 -> PIL images, for code of your own
+    return diffusers.utils.pt_to_pil(2 * tensor.float() - 1)
 
 def reward_color(images, prompts, targets=None):
     """1 - |mean colour - the first colour that the prompt names|: 0..1, None if it names none."""
@@ -175,11 +175,8 @@ def reward_mse(images, prompts, targets):  # minus the squared error to the targ
 REWARDS = {"color": reward_color, "mse": reward_mse}
 run_file = functools.cache(runpy.run_path)  # a file with two rewards in it runs once
 
-def call_foreign(function, *inputs):  # raises RuntimeError: `main` lets its traceback through
-    try:
-        return function(*inputs)
-    except Exception as error:
-        raise RuntimeError("a reward failed") from error
+class RewardError(ValueError):
+    """What a reward returned cannot be used."""
 
 def load_rewards(text):  # "color=1,mine.py:sharp=.2" -> {name: (function, weight)}
     rewards = {}
@@ -188,7 +185,10 @@ def load_rewards(text):  # "color=1,mine.py:sharp=.2" -> {name: (function, weigh
         path, _, function = name.rpartition(":")
         found = REWARDS.get(name)
         if os.path.isfile(path):
-            found = call_foreign(run_file, path).get(function)
+            try:
+                found = run_file(path).get(function)
+            except Exception as error:  # no ValueError, which main would make one line
+                raise RuntimeError(f"{path} failed") from error
         if found is None or name in rewards:
             raise ValueError(f"--reward {part}: unknown, or twice; color, mse or file.py:function")
         rewards[name] = found, float(weight or 1)
@@ -202,11 +202,11 @@ def compute_rewards(images, prompts, targets, rewards, group_size=1, norm="none"
     metrics = {"reward": 0.0}
     for name, (function, weight) in rewards.items():
         copies = [image.copy() for image in images]  # a reward may draw on them
-        values = list(call_foreign(function, copies, prompts, targets))
+        values = list(function(copies, prompts, targets))
         scores = torch.tensor([math.nan if value is None else float(value) for value in values])
-        given = scores.isfinite()  # a None is not
+        given = scores.isfinite()  # False: a None, or a NaN or inf, refused below
         if len(values) != len(images) or values.count(None) != sum(~given):
-            raise ValueError(f"the reward {name} gave not {len(images)} finite numbers: {values}")
+            raise RewardError(f"the reward {name} gave not {len(images)} finite numbers: {values}")
         if given.any():
             metrics[f"reward/{name}"] = scores[given].mean().item()
             metrics["reward"] += weight * metrics[f"reward/{name}"]
@@ -243,7 +243,8 @@ class LoRA:
             if re.fullmatch(targets, name):
                 A = torch.nn.Linear(linear.in_features, rank, bias=False, device=DEVICE).weight
                 B = torch.nn.Parameter(torch.zeros(linear.out_features, rank, device=DEVICE))
-                self.weights |= {f"{name}.lora_A.weight": A, f"{name}.lora_B.weight": B}
+                self.weights[f"{name}.lora_A.weight"] = A
+                self.weights[f"{name}.lora_B.weight"] = B
                 linear.register_forward_hook(functools.partial(self.add_low_rank, A, B))
 
     def add_low_rank(self, A, B, linear, inputs, output):
@@ -275,12 +276,12 @@ def build_position_ids(attention_mask, grids):
          w:    1   0  1  2   3  4    5  6  5  6
     The trap: `transformers` makes these in `generate` only. A plain forward pass takes the image
     for a line of text, without any error, and every log-prob is wrong."""
-    text = (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, 1)  # [B, L]
+    text = (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, 1)  # as in transformers
     parts = [text.expand(3, -1, -1)]
     start = attention_mask.sum(1, keepdim=True)  # [B, 1]
     for h, w in grids:
         cells = start.new_ones(1, h, w).nonzero()  # (0, row, column) of each: [h * w, 3]
-        parts.append(start + cells.T[:, None])  # [3, B, h * w]
+        parts.append(start + cells.T[:, None])
         start = start + max(h, w)
     return torch.cat(parts, 2)
 
@@ -297,7 +298,6 @@ class GLMImageWrapper:
         own = self.policy.generation_config
         self.temperature = config.temperature or own.temperature or 1.0
         self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or own.top_p or 1.0)
-        # The vision tower is for image-to-image alone: it is in neither half and stays on the CPU.
         self.ar_half = torch.nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit_half = torch.nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
         self.held = None  # the half on the GPU
@@ -312,7 +312,7 @@ class GLMImageWrapper:
         self.policy.activation_checkpointing_enable()
         pipe.set_progress_bar_config(disable=True)
         pipe.vae.enable_slicing()  # image by image: four at once, at 1024 pixels, take 28 GiB
-        # The DiT makes its rotary tables, of latents of 8 pixels, anew on the CPU at every call.
+        # Rotary tables of the DiT, for H/8 x W/8 latents: made once, not on the CPU at every call.
         tables = pipe.transformer.rope(torch.empty(1, 1, config.height // 8, config.width // 8))
         pipe.transformer.forward = functools.partial(
             pipe.transformer.forward, image_rotary_emb=[table.to(DEVICE) for table in tables])
@@ -321,7 +321,7 @@ class GLMImageWrapper:
     @classmethod
     def from_pretrained(cls, path, config):  # path: hub id, folder, or tiny
         if path == "tiny":
-            torch.set_num_threads(1)  # more only wait
+            torch.set_num_threads(1)  # more are slower
             return cls(make_tiny_pipeline(config.seed), config)
         dtype = torch.bfloat16 if CUDA else torch.float32
         return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype), config)
@@ -329,7 +329,7 @@ class GLMImageWrapper:
     def hold(self, half):  # this half to the GPU, the other off it; frozen: none is copied back
         if half is not self.held:
             self.held = half
-            for weight, home in sum(self.homes.values(), []):
+            for weight, home in sum(self.homes.values(), []):  # first, to free the GPU
                 weight.data = home
             for weight, home in self.homes[half]:
                 weight.data = home.to(DEVICE, non_blocking=True)
@@ -345,8 +345,8 @@ class GLMImageWrapper:
             chats, tokenize=True, return_dict=True, return_tensors="pt",
             processor_kwargs=settings).to(DEVICE)
         mask = inputs.attention_mask  # [B, L], 0: padding
-        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w); so listed
-        position_ids = build_position_ids(mask, [draft, large])  # so sampled
+        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w); large is listed first
+        position_ids = build_position_ids(mask, [draft, large])  # the draft is sampled first
         T = position_ids.shape[2] - mask.shape[1]
         real = F.pad(mask.bool(), (0, T), value=True)
         # Padding sees itself too: a row that sees nothing may become NaN on a GPU, and spread.
@@ -359,26 +359,25 @@ class GLMImageWrapper:
         to V - 1. It calls the inner model, as the outer class makes positions of its own."""
         language_model, lm_head = self.ar_half
         for layer in language_model.layers:
-            layer.training = torch.is_grad_enabled()  # checkpointing; dropout inside stays off
+            layer.training = torch.is_grad_enabled()  # checkpointing; its parts stay in eval
         rows = slice(start, start + ids.shape[1])
         hidden = language_model(
             input_ids=ids, position_ids=position_ids[..., rows], attention_mask=visible[:, :, rows],
-            past_key_values=cache, use_cache=False).last_hidden_state  # False: make no new cache
+            past_key_values=cache, use_cache=False).last_hidden_state  # a given one is used
         codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
         return lm_head(hidden)[..., :codebook_size].float() / self.temperature
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed for each -> tokens, logprobs [N, T], allowed [N, T, V]: the
-        nuclei. `generate` mixes up grids in a batch, may end early, and takes the top 50 codes."""
+        nuclei. Not `generate`: it mixes up grids in a batch, may end early, takes 50 codes."""
         self.hold(self.ar_half)
         feed, position_ids, visible = self.encode(np.repeat(prompts, group_size).tolist())
         T = position_ids.shape[2] - feed.shape[1]
         cache = transformers.StaticCache(self.policy.config.text_config, position_ids.shape[2])
-        # Random numbers from the seed of each group, so that a sample does not depend on the batch.
-        chance = [torch.rand(group_size, T, generator=torch.Generator().manual_seed(seed))
-                  for seed in seeds]
-        chance = torch.cat(chance).to(DEVICE)  # [N, T]
+        # Luck comes from the seed of each group, not from the batch. (The noise of decode: seed.)
+        dice = [torch.Generator().manual_seed(seed + 2**32) for seed in seeds]
+        chance = torch.cat([torch.rand(group_size, T, generator=die) for die in dice]).to(DEVICE)
         start = 0
         steps = []
         for i in progress(range(T), "sample"):  # the prompt is fed at first, then code after code
@@ -418,7 +417,7 @@ class GLMImageWrapper:
         groups = codes.chunk(len(prompts))
         images = []
         for prompt, group, seed in zip(prompts, groups, progress(seeds, "decode")):
-            # The DiT reads quoted words (glyphs) alone. A prompt at a time: padding would show.
+            # The DiT reads only quoted words (glyphs). A prompt at a time: padding alters images.
             glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
             for part in group.split(config.micro_batch_size):
                 noise = [torch.Generator().manual_seed(seed) for _ in part]
@@ -466,8 +465,7 @@ class GRPOTrainer:
         self.targets = targets or [None] * len(prompts)
         self.rewards = rewards or load_rewards(config.reward)
         self.out = Path(config.out)
-        self.history = [{"step": 0}]  # the rows of metrics.jsonl, first the untrained policy's
-        self.same = [config.model, config.lora_rank, config.seed, prompts]  # must match on resume
+        self.history = [{"step": 0}]  # rows of metrics.jsonl; 0 is untrained, so the length is next
         transformers.set_seed(config.seed)  # for LoRA
         self.lora = LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
@@ -487,8 +485,8 @@ class GRPOTrainer:
                 raise FloatingPointError("gradients of three steps were not finite: lower --lr")
 
     def choose_prompts(self, step):
-        """-> indices of this GPU's prompts and a seed for each, from config.seed and step alone: no
-        random state to store. Each prompt comes once, in a new order, before any comes again."""
+        """-> indices of a GPU's prompts, their seeds. A turn is a prompt's number in the run: seed
+        and prompt follow from it alone. Each prompt comes once before any comes again."""
         config = self.config
         n = len(self.prompts)
         turns = range((step - 1) * config.batch_size + RANK, step * config.batch_size, WORLD_SIZE)
@@ -500,19 +498,19 @@ class GRPOTrainer:
         config = self.config
         chosen, seeds = self.choose_prompts(step)
         transformers.set_seed(seeds[0])  # the global generators, for rewards that use them
-        heads = [self.prompts[i] for i in chosen]  # [P]
+        group_prompts = [self.prompts[i] for i in chosen]
         times = [time.perf_counter()]
-        tokens, logprobs, allowed = self.wrapper.sample(heads, config.group_size, seeds)
+        tokens, logprobs, allowed = self.wrapper.sample(group_prompts, config.group_size, seeds)
         times.append(time.perf_counter())
-        images = self.wrapper.decode(heads, tokens, seeds)
+        images = self.wrapper.decode(group_prompts, tokens, seeds)
         times.append(time.perf_counter())
-        prompts = np.repeat(heads, config.group_size).tolist()  # p0 p0 .. p1 p1 ..
+        prompts = np.repeat(group_prompts, config.group_size).tolist()  # p0 p0 .. p1 p1 ..
         targets = [self.targets[i] for i in np.repeat(chosen, config.group_size)]
         rewards, metrics = compute_rewards(
             images, prompts, targets, self.rewards, config.group_size, config.reward_norm)
         times.append(time.perf_counter())
         metrics |= zip(["sec_sample", "sec_decode", "sec_score"], np.diff(times))
-        std = rewards.double().view(-1, config.group_size).std(1)  # [P]: what is learned from
+        std = rewards.double().view(-1, config.group_size).std(1)  # [P]; 0: nothing to learn
         metrics["reward_std"] = std.mean().item()
         metrics["frac_zero_std"] = (std == 0).float().mean().item()
         rollout = dict(prompts=prompts, images=images, tokens=tokens, logprobs=logprobs,
@@ -527,7 +525,7 @@ class GRPOTrainer:
         weights = list(self.lora.weights.values())
         batches = list(split_rollout(rollout, config.micro_batch_size))
         with self.lora.disabled(), torch.no_grad():
-            for batch in batches if config.kl_coef > 0 else []:
+            for batch in (batches if config.kl_coef > 0 else []):
                 batch["ref_logprobs"], _ = self.wrapper.compute_logprobs(
                     batch["prompts"], batch["tokens"], batch["allowed"])
         rows = []
@@ -547,11 +545,11 @@ class GRPOTrainer:
                 metrics["sampler_gap"] = gap.abs().max().item()
                 metrics["entropy"] = entropy.mean().item()
                 rows += [metrics] * len(new_logprobs)  # a row a sample: the mean is over samples
-            for weight in weights if WORLD_SIZE > 1 else []:
+            for weight in (weights if WORLD_SIZE > 1 else []):
                 torch.distributed.all_reduce(weight.grad)  # a sum, as each GPU had its share
             norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
             finite = math.isfinite(norm)
-            if finite:  # a NaN would stay in AdamW's moments for ever
+            if finite:  # a NaN would stay in Adam's moments
                 self.optimizer.step()
             self.optimizer.zero_grad()
             rows.append(dict(grad_norm=norm, skipped=1 - finite))
@@ -559,10 +557,10 @@ class GRPOTrainer:
                                        peak_gib=torch.cuda.max_memory_allocated() / 2**30)
 
     def save_checkpoint(self):  # aside, then renamed: whatever ends a run, its last step is whole
-        state = dict(config=dataclasses.asdict(self.config), history=self.history,
+        config = self.config
+        state = dict(config=dataclasses.asdict(config), history=self.history,
                      adapter=self.lora.weights, optimizer=self.optimizer.state_dict(),
-                     same=self.same)
-        os.makedirs(self.out, exist_ok=True)
+                     same=[config.model, config.lora_rank, config.seed, self.prompts])
         part = self.out / "checkpoint.part"
         torch.save(state, part)
         part.replace(self.out / "checkpoint.pt")
@@ -575,12 +573,12 @@ class GRPOTrainer:
         for name, weight in self.lora.weights.items():
             weight.data.copy_(state["adapter"][name])
 
-    def finish_step(self):  # step 6: a checkpoint, then files that it can rebuild
+    def finish_step(self):  # step 6: the checkpoint comes before the pictures
         if RANK > 0:
             return
+        self.lora.save(self.out / "adapter", self.config.model)  # which makes the folder
         self.save_checkpoint()
         row = self.history[-1]
-        self.lora.save(self.out / "adapter", self.config.model)
         if row["step"] % self.config.save_every == 0 or row["step"] == self.config.steps:
             row["reward_fixed"] = self.save_samples(f"samples_{row['step']:05d}.png")
         lines = "\n".join(json.dumps(row) for row in self.history)
@@ -591,14 +589,14 @@ class GRPOTrainer:
     def save_samples(self, name):  # fixed prompts and seeds: only the policy changes -> mean reward
         prompts = self.prompts[:8]
         images = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))[0]
-        transformers.set_seed(self.config.seed)  # for rewards that are random
+        transformers.set_seed(self.config.seed)  # for random rewards; below, all are one group
         rewards, _ = compute_rewards(images, prompts, self.targets[:8], self.rewards, len(images))
         diffusers.utils.make_image_grid(images, 1, len(images)).save(self.out / name)
         return rewards.mean().item()
 
 # --- The toy: the real classes with 0.7 M weights; its 8 codes are the COLORS --------------------
 def make_tiny_models():  # -> a GlmImagePipeline of random weights; it knows no word but COLORS
-    names = [*COLORS, *"bos eos pad unk image grid_bos grid_eos".split()]  # 8 is bos
+    names = [*COLORS, *"bos eos pad unk image grid_bos grid_eos".split()]  # Bert adds three
     special = {f"{name}_token": name for name in names[8:]}
     tokenizer = transformers.BertTokenizer({name: i for i, name in enumerate(names)}, **special)
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
@@ -626,18 +624,17 @@ def make_tiny_models():  # -> a GlmImagePipeline of random weights; it knows no 
         transformers.ByT5Tokenizer(), processor, t5, ar, vae, dit, scheduler)
 
 def make_tiny_pipeline(seed=0, warmup_steps=200):
-    """The toy, fitted with supervision for some seconds: its painter learns to show each code in
-    its colour, its AR half that a prompt has to do with colours. GRPO does the rest."""
+    """Fitted for seconds: the painter shows codes as COLORS, the AR half heeds colours a little."""
     torch.manual_seed(seed)
     pipe = make_tiny_models()
     wrapper = GLMImageWrapper(pipe, Config(**TINY, offload="off", batch_size=WORLD_SIZE))
-    del pipe.transformer.forward  # the wrapper's size
+    del pipe.transformer.forward  # made for 128 pixels
     pipe.vae.disable_slicing()  # which is quicker
     paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # the pipeline, with gradients
-    palette = torch.stack(list(COLORS.values())).to(DEVICE)  # [V, 3]
+    palette = 2 * torch.stack(list(COLORS.values())).to(DEVICE) - 1  # [V, 3]
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
-    optimizer = torch.optim.Adam(parts.parameters(), 2e-3)
-    for _ in progress(range(warmup_steps), "the toy"):
+    optimizer = torch.optim.Adam(parts.parameters(), 3e-3)
+    for _ in progress(range(warmup_steps)):
         # The policy: 30 % of 4 + 16 tokens get the colour of the prompt, the others are random.
         said = torch.randint(8, (8, 1))
         other = torch.randint(8, (8, 20))
@@ -647,9 +644,10 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
         codes = torch.randint(8, (8, 4)).to(DEVICE)
         goals = F.interpolate(palette[codes].mT.unflatten(2, (2, 2)), 32)  # [B, 3, 32, 32]
         glyphs = torch.randn(8, 1, 8).to(DEVICE)
-        images = paint(pipe, prompt_embeds=glyphs, prior_token_ids=codes, height=32, width=32,
-                       num_inference_steps=1, guidance_scale=1.0, output_type="pt").images
-        loss = F.mse_loss(images, goals) - logprobs.mean()
+        latents = paint(
+            pipe, prompt_embeds=glyphs, prior_token_ids=codes, height=32, width=32,
+            num_inference_steps=1, guidance_scale=1.0, output_type="latent").images
+        loss = F.mse_loss(pipe.vae.decode(latents).sample, goals) - logprobs.mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -681,7 +679,7 @@ def main(argv=None):
             raise ValueError(f"--reward mse: a line of {config.prompts} has no target")
         if not config.resume and RANK == 0 and os.path.exists(config.out):
             raise ValueError(f"--out {config.out} exists: name another folder, or --resume it")
-        same = [config.model, config.lora_rank, config.seed, prompts]
+        same = [config.model, config.lora_rank, config.seed, prompts]  # as in save_checkpoint
         if config.resume and read_checkpoint(config.resume)["same"] != same:
             raise ValueError("--resume: the run has another model, --lora-rank, --seed or prompts")
         print(f"model: {config.model} on {DEVICE}, files: {config.out}")
@@ -691,9 +689,11 @@ def main(argv=None):
             trainer.load_checkpoint(config.resume)
         trainer.train()
     except KeyboardInterrupt:
-        sys.exit(f"stopped: --resume {config.out} goes on after its last whole step")
-    except (ValueError, OSError, FloatingPointError) as error:
-        print("grpo.py: error:", *str(error).split(), file=sys.stderr)
+        sys.exit(f"stopped: --resume {config.out} goes on after its last whole step, if any")
+    except (ValueError, OSError) as error:
+        if "trainer" in locals() and not isinstance(error, RewardError):
+            raise  # a bug, where the traceback helps
+        print("grpo.py: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)
 
 if __name__ == "__main__":
