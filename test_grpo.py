@@ -1,5 +1,5 @@
 """Tests of grpo.py: identities, mostly, on a toy of random weights. `pytest -q`: no network, no GPU."""
-import contextlib, copy, dataclasses, functools, inspect, io, json, math, multiprocessing, os, random
+import builtins, copy, dataclasses, functools, inspect, io, json, math, multiprocessing, os, random
 import re, shutil, signal, socket, statistics, subprocess, sys, tempfile, time, types, weakref
 from pathlib import Path
 from unittest import mock
@@ -249,18 +249,8 @@ def test_a_reward_that_paints_over_its_picture_changes_nothing_for_others():
 def test_a_reward_that_gives_no_numbers_is_named(values):
     """A NaN taken for "no opinion" would leave only the KL to train, silently, for days."""
     rewards = {"fine": (reward_of([0.0, 0.0]), 1.0), "mine.py:bad": (reward_of(values), 1.0)}
-    with pytest.raises(ValueError, match="mine.py:bad"):
+    with pytest.raises(grpo.RewardError, match="mine.py:bad"):
         grpo.compute_rewards(*blank(2), rewards)
-
-@pytest.mark.parametrize("error", [ValueError, OSError, KeyError])
-def test_an_error_of_a_reward_is_no_error_of_the_user_of_grpo(error):
-    """`main` makes a ValueError one line; that of a reward needs its traceback."""
-    def fails(images, prompts, targets):
-        raise error("here")
-
-    with pytest.raises(RuntimeError) as failed:
-        grpo.compute_rewards(*blank(2), {"a": (fails, 1.0)})
-    assert type(failed.value.__cause__) is error
 
 def test_no_opinion_by_hand():
     """A None counts as the mean of its group, as 0 where nobody has an opinion, and not in the log."""
@@ -418,7 +408,8 @@ def test_sampling_is_transformers_own_decoding_row_by_row(top_p):
     cache, no batch, no padding, and the smallest nucleus, by sorting. Ours in one batch: the same tokens."""
     wrapper = make_wrapper(top_p=top_p)
     tokens, logprobs, allowed = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
-    chance = torch.cat([torch.rand(3, 10, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
+    dice = [torch.Generator().manual_seed(2**32 + seed) for seed in (1, 2)]
+    chance = torch.cat([torch.rand(3, 10, generator=die) for die in dice])
     for row in range(6):
         ids, _, _ = wrapper.encode([PROMPTS[row // 3]])
         L = ids.shape[1]
@@ -748,7 +739,7 @@ def test_the_count_by_hand():
                 assert gpu.now == 2 * 2**20
             assert [peak / 2**20 for peak in gpu.peaks.values()] == [5 + on, 5 + 3]
 
-@pytest.mark.parametrize("side", [512, 1024])
+@pytest.mark.parametrize("side", [1024])
 def test_a_step_fits_a_card_of_24_gb(side):
     """8 x 4 images with offloading; beside the weights lies no less than what is known to be there."""
     peaks = count_memory(side, num_prompts=8)
@@ -1057,9 +1048,8 @@ def test_a_reward_that_fails_costs_no_step(tmp_path, save_every):
         return 1 / 0 if len(trainer.history) == 4 else luck(images, prompts, targets)
 
     trainer.rewards = {"luck": (fails, 1.0)}
-    with pytest.raises(RuntimeError) as failed:
+    with pytest.raises(ZeroDivisionError):
         trainer.train()
-    assert isinstance(failed.value.__cause__, ZeroDivisionError)
     assert step_of(tmp_path / "run") == 3
 
 # --- Processes: several GPUs (here of the CPU), Ctrl-C, kills ------------------------------------------------
@@ -1070,9 +1060,10 @@ PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 SERVER = multiprocessing.get_context("forkserver")  # imports all that is slow once, for all its children
 SERVER.set_forkserver_preload([__name__, "diffusers.pipelines.glm_image.pipeline_glm_image"])
 
-def child(folder, argv, before, constants):
+def child(folder, argv, before, env, constants):
     """The life of a process: grpo.main on the random toy, after `before`. What it prints goes to a file."""
     os.chdir(folder)
+    os.environ.update(env)
     log = os.open("log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -1081,8 +1072,8 @@ def child(folder, argv, before, constants):
     before()
     grpo.main(argv)
 
-def start(folder, *argv, before=bool, env=None, **constants):
-    process = SERVER.Process(target=child, args=(folder, argv, before, constants), daemon=True)
+def start(folder, *argv, before=bool, env=(), **constants):
+    process = SERVER.Process(target=child, args=(folder, argv, before, dict(env), constants), daemon=True)
     with mock.patch.dict(os.environ, ENV):
         process.start()
     return process
@@ -1121,19 +1112,11 @@ def assert_same_adapters(one, other):
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-def write_quick(folder):
-    """A reward file that also puts the random toy in the place of the fitted one."""
-    (folder / "quick.py").write_text(
-        "import functools, __main__ as grpo, torch.distributed as dist\n"
-        "grpo.make_tiny_pipeline = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)\n"
-        "color = grpo.reward_color\ncalls = []\n"
-        "def fails(images, prompts, targets):\n"
-        "    calls.append(images)\n"
-        "    return color(images, prompts) if dist.get_rank() == 0 or len(calls) < 3 else 1 / 0\n")
-
 def test_two_gpus_do_what_one_does(tmp_path, command):
     """Three steps in one process = two steps in two and, resumed, one in one: all must have crossed over."""
-    write_quick(tmp_path)
+    (tmp_path / "quick.py").write_text(
+        "import functools, __main__ as grpo\ncolor = grpo.reward_color\n"
+        "grpo.make_tiny_pipeline = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)\n")
     flags = "--scale-rewards batch --num-iterations 2 --lr 1e-3 --kl-coef 0.1 --max-grad-norm 1e-3"
     argv = [*SMALL, *flags.split()]
     process = subprocess.Popen(
@@ -1149,12 +1132,30 @@ def test_two_gpus_do_what_one_does(tmp_path, command):
         b = {key.replace("quick.py:", ""): value for key, value in b.items()}
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
 
+def start_two(folder, *argv, before=bool):
+    """Two processes as torchrun would start them -> their exit codes, and what they have printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    env = dict(MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2")
+    processes = [start(folder, *argv, before=before, env=env | dict(RANK=str(rank)), RANK=rank, WORLD_SIZE=2)
+                 for rank in (0, 1)]
+    return [end(process) for process in processes], (folder / "log").read_text()
+
+def fail_on_one():
+    """In step 3, on the second GPU."""
+    calls = []
+
+    def color(images, prompts, targets):
+        calls.append(images)
+        return grpo.reward_color(images, prompts) if grpo.RANK == 0 or len(calls) < 3 else 1 / 0
+
+    grpo.REWARDS["color"] = color
+
 def test_a_reward_that_fails_on_one_gpu_ends_the_run_on_all(tmp_path):
     """The others would wait for ever; and no whole step is lost."""
-    write_quick(tmp_path)
-    argv = [*SMALL, *"--reward quick.py:fails --out run --save-every 99".split()]
-    run = subprocess.run([*TORCHRUN, HERE / "grpo.py", *argv], cwd=tmp_path, env=ENV, timeout=300, **PIPES)
-    assert run.returncode != 0 and "ZeroDivisionError" in run.stderr
+    codes, log = start_two(tmp_path, *SMALL, *"--out run --save-every 99".split(), before=fail_on_one)
+    assert 0 not in codes and "ZeroDivisionError" in log
     assert step_of(tmp_path / "run") == 2
 
 def press():
@@ -1174,7 +1175,7 @@ def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(tmp_path):
     process = start(tmp_path, *SMALL, "--out", "run", "--save-every", "99", before=press)
     assert end(process) == 1
     log = (tmp_path / "log").read_text()
-    assert log.endswith("stopped: --resume run goes on after its last whole step\n")
+    assert log.endswith("stopped: --resume run goes on after its last whole step, if any\n")
     assert "Traceback" not in log and step_of(tmp_path / "run") == 2
 
 def kill_in_write(when, share):
@@ -1271,7 +1272,7 @@ def test_it_learns(run):
         pictures = [sheet.crop((i * 128, 0, i * 128 + 128, 128)) for sheet in sheets]
         before, after = grpo.reward_color(pictures, [prompt] * 2)
         gains.append(float(after - before))
-    assert min(gains) > -0.05 and np.mean(gains) > 0.1
+    assert min(gains) > 0 and np.mean(gains) > 0.1
 
 WRONG = """--group-size 1, --group-size four, --size 0, --size -64, --size 100,
     --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0, --seed -1,
@@ -1290,7 +1291,7 @@ BAD = [*((typed, typed.split()[0][2:]) for typed in re.split(r",\s+", WRONG)), *
     ("--resume nowhere", "holds no run"), ("--resume folder", "holds no run"), ("--resume torn", "holds no run"),
     ("--resume list", "holds no run"), ("--resume bomb", "holds no run"), ("--resume done --lr nan", "lr"),
     ("--resume done --prompts other.txt", "prompts"), ("--resume done --lora-rank 2", "--lora-rank"), ("--resume done --seed 1", "--seed"),
-    ("--resume done --model folder", "model"), ("--out done", "--resume"), ("--out good.txt/run", "good.txt")]]
+    ("--resume done --model folder", "model"), ("--out done", "--resume")]]
 
 class Bomb:
     """A pickle that makes the file `owned` when it is loaded."""
@@ -1324,7 +1325,7 @@ def test_bad_input_gets_one_line_and_exit_code_2(bad_files, command, monkeypatch
     """No traceback, nothing written, and no model loaded in vain."""
     monkeypatch.chdir(bad_files)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    if not typed.startswith(("--model", "--out good")):
+    if not typed.startswith("--model"):
         monkeypatch.setattr(WRAPPER, "from_pretrained", mock.Mock(side_effect=AssertionError))
     before = sorted(bad_files.rglob("*"))
     model = [] if typed.startswith(("--model", "--resume")) else ["--model", "tiny"]
@@ -1343,8 +1344,15 @@ def test_a_reward_without_numbers_gets_one_line_and_exit_code_2(command, values)
 def test_a_broken_file_of_rewards_keeps_its_traceback(command, code):
     """One line would not say where in the user's own code to look."""
     Path("broken.py").write_text(code)
-    with pytest.raises(RuntimeError, match="reward"):
+    with pytest.raises(RuntimeError, match="broken.py"):
         command("--model", "tiny", "--reward", "broken.py:sharp")
+
+@pytest.mark.parametrize("error", ["ValueError", "OSError", "KeyError"])
+def test_a_bug_in_training_keeps_its_traceback(command, error):
+    """In a reward, or in a loss that is being changed: one line would not say where it is."""
+    Path("mine.py").write_text(f"def bad(images, *_): raise {error}('here')")
+    with pytest.raises(getattr(builtins, error), match="here"):
+        command(*SMALL, "--reward", "mine.py:bad", "--out", "run")
 
 def test_a_resumed_run_takes_its_own_settings_and_what_is_typed(command):
     """A new --lr, --steps or --kl-coef is research; to type all the others again would invite mistakes."""
@@ -1409,3 +1417,174 @@ def run_use(name):
     for old, new in words.items():
         code = code.replace(old, new)
     return load_module(code, name)
+
+# --- The benchmark: `python test_grpo.py --bench`, with the flags of grpo.py. Nothing here is a test. -------
+def clock(function, *args):
+    """-> (seconds, what it returned); a GPU is waited for."""
+    start = time.perf_counter()
+    result = function(*args)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+def stock_seconds(wrapper, prompt, tokens):
+    """An image the usual way: the pipeline samples and decodes it alone, then a pass of its own scores it. On
+    a GPU 16 and 48 tokens are sampled for real, and the seconds of the others extrapolated."""
+    generate = wrapper.policy.generate
+    unspent = [0.0]
+
+    def sample_some(**inputs):
+        codebook_size = wrapper.pipe.transformer.config.prior_vq_quantizer_codebook_size
+        inputs["suppress_tokens"] = list(range(codebook_size, wrapper.policy.lm_head.out_features))
+        if not grpo.CUDA:
+            return generate(**inputs)
+        short, long = (clock(lambda: generate(**inputs | {"max_new_tokens": n}))[0] for n in (16, 48))
+        unspent[0] = (long - short) / 32 * tokens.shape[1] - short - long
+        drawn = tokens.to(grpo.DEVICE)
+        return torch.cat([inputs["input_ids"], drawn, drawn[:, :1]], dim=1)
+
+    config = wrapper.config
+    wrapper.hold(wrapper.ar_half)
+    wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
+    with mock.patch.object(wrapper.policy, "generate", sample_some):
+        sampled, _ = clock(functools.partial(
+            wrapper.pipe.generate_prior_tokens, prompt, config.height, config.width, device=grpo.DEVICE))
+    decoded, _ = clock(wrapper.decode, [prompt], tokens, [0])
+    with torch.no_grad():
+        scored, _ = clock(wrapper.compute_logprobs, [prompt], tokens)
+    return sampled + unspent[0] + decoded + scored
+
+def our_seconds(trainer, prompt, group_size):
+    """One step on one prompt -> seconds of sample, decode, score and update, and the tokens."""
+    prompts = [prompt] * group_size
+    sample, (tokens, logprobs, allowed) = clock(trainer.wrapper.sample, [prompt], group_size, [0])
+    decode, images = clock(trainer.wrapper.decode, [prompt], tokens, [0])
+    score, (rewards, _) = clock(grpo.compute_rewards, images, prompts, [None] * group_size, trainer.rewards)
+    advantages = grpo.compute_advantages(rewards, group_size) if group_size > 1 else torch.zeros(1)
+    rollout = dict(prompts=prompts, tokens=tokens, logprobs=logprobs, allowed=allowed,
+                   advantages=advantages.to(grpo.DEVICE))
+    update, _ = clock(trainer.train_step, rollout)
+    return (sample, decode, score, update), tokens
+
+def gib(*modules):
+    return sum(weight.nbytes for module in modules for weight in module.parameters()) / 2**30
+
+def bench(argv):
+    """One table. Every ratio is of two medians measured in turn in this run."""
+    prompt = "a red fox"
+    config = grpo.parse_args(["--micro-batch-size", "1" if grpo.CUDA else "8", *argv])
+    with mock.patch.object(grpo, "make_tiny_pipeline", QUICK):
+        if config.model == "random":
+            wrapper = WRAPPER(make_real(grpo.DEVICE), config)
+        else:
+            wrapper = WRAPPER.from_pretrained(config.model, config)
+    trainer = grpo.GRPOTrainer(config, wrapper, [prompt])
+    repeats = 3 if grpo.CUDA else 9
+    where = torch.cuda.get_device_name() if grpo.CUDA else f"{torch.get_num_threads()} CPU thread(s)"
+    print(f"{config.model}, {config.size}, {config.decode_steps} decode steps, {config.micro_batch_size} images at "
+          f"a time, offload {config.offload}, {where}, one prompt, medians of {repeats}, seconds\n")
+    print("| group | stock rollout | ours | ratio | sample | decode | update | step | tokens/s | peak GiB |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for group_size in (1, 4, 8, 16):
+        _, tokens = our_seconds(trainer, prompt, group_size)  # warm-up
+        phases = []
+        stocks = []
+        for _ in range(repeats):
+            phases.append(our_seconds(trainer, prompt, group_size)[0])
+            images = 1 if grpo.CUDA else group_size
+            seconds = [stock_seconds(wrapper, prompt, tokens[:1]) for _ in range(images)]
+            stocks.append(statistics.mean(seconds) * group_size)
+        sample, decode, score, update = (statistics.median(column) for column in zip(*phases))
+        stock = statistics.median(stocks)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        print(f"| {group_size} | {stock:.3f} | {sample + decode:.3f} | {stock / (sample + decode):.1f}x | {sample:.3f} "
+              f"| {decode:.3f} | {update:.3f} | {sample + decode + score + update:.3f} "
+              f"| {tokens.numel() / sample:.0f} | {peak:.1f} |", flush=True)
+
+# --- The memory of a GPU, counted without one: `python test_grpo.py --memory`. Nothing here is a test. ------
+MEMORY = [  # size, prompts, group, micro-batch
+    (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
+    (1024, 1, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]
+def memory():
+    """One table. What does not depend on the number of prompts is counted anew in every row."""
+    pipe = make_real("meta")
+    ar = pipe.vision_language_encoder
+    sampler = [ar.model.language_model, ar.lm_head]
+    painter = [pipe.text_encoder, pipe.transformer, pipe.vae]
+    whole = gib(ar, *painter)
+    idle = whole - gib(*sampler, *painter)
+    print(f"GLM-Image in bf16, GiB of weights: {gib(*sampler):.1f} to sample and update, "
+          f"{gib(*painter):.1f} to decode, {idle:.1f} always on the host")
+    sizes = [weight.nbytes for module in sampler + painter for weight in module.parameters()]
+    pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes) / 2**30  # PyTorch rounds each block up
+    print(f"on the host {whole:.1f}; with --offload on, in pinned memory, {pinned + idle:.1f}")
+    print("highest GiB alive on the GPU in the second step, with --offload on / off:\n")
+    print("| size | prompts x group | micro-batch | sample | decode | update |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for side, num_prompts, group_size, micro_batch_size in MEMORY:
+        peaks = count_memory(side, num_prompts, micro_batch_size, group_size)
+        cells = [f"{side} | {num_prompts} x {group_size} | {micro_batch_size}"]
+        for phase in ("sample", "decode", "update"):
+            cells.append(f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}")
+        print("|", " | ".join(cells), "|", flush=True)
+
+# --- What each choice is worth: `python test_grpo.py --ablate [seeds]`. Nothing here is a test. -------------
+def noise_of_its_own(decode):
+    """Instead of one for the group: every image starts from other noise."""
+    def other(prompts, tokens, seeds):
+        G = len(tokens) // len(prompts)
+        return decode(np.repeat(prompts, G).tolist(), tokens, [seed + i for seed in seeds for i in range(G)])
+
+    return other
+
+ABLATIONS = {  # name: settings
+    "as shipped": {},
+    "noise of its own for each image": {},
+    "group size 2 (16 prompts)": dict(group_size=2, batch_size=16),
+    "group size 8 (4 prompts)": dict(group_size=8, batch_size=4),
+    "group size 16 (2 prompts)": dict(group_size=16, batch_size=2),
+    "rewards not divided by the std": dict(scale_rewards="none"),
+    "neither divided, nor a KL (Dr. GRPO)": dict(scale_rewards="none", kl_coef=0.0),
+    "no KL": dict(kl_coef=0.0),
+    "KL 0.02": dict(kl_coef=0.02),
+    "2 updates per rollout": dict(num_iterations=2),
+}
+
+def ablate(seeds):
+    """One table: mean reward of the last five of 40 steps, per seed, and mean and std over the seeds."""
+    results = {name: [] for name in ABLATIONS}
+    for seed in seeds:
+        toy = make_tiny_pipeline(seed)
+        for name, settings in ABLATIONS.items():
+            config = grpo.Config(**grpo.TINY | settings | dict(seed=seed))
+            wrapper = WRAPPER(copy.deepcopy(toy), config)
+            if name.startswith("noise"):
+                wrapper.decode = noise_of_its_own(wrapper.decode)
+            trainer = grpo.GRPOTrainer(config, wrapper, grpo.load_prompts(config.prompts)[0])
+            trainer.finish_step = bool  # no files
+            trainer.train()
+            results[name].append(statistics.mean(row["reward"] for row in trainer.history[-5:]))
+            print(f"seed {seed}  {name:36s} {results[name][-1]:.3f}", file=sys.stderr, flush=True)
+    print("| | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | std |")
+    print("|---" * (len(seeds) + 3) + "|")
+    for name, values in results.items():
+        spread = statistics.stdev(values) if len(values) > 1 else math.nan
+        cells = [f"{value:.3f}" for value in (*values, statistics.mean(values), spread)]
+        print("| " + " | ".join([name, *cells]) + " |")
+
+#DEPTH
+
+if __name__ == "__main__":
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    if sys.argv[1:2] == ["--bench"]:
+        bench(sys.argv[2:])
+    elif sys.argv[1:] == ["--memory"]:
+        memory()
+    elif sys.argv[1:2] == ["--ablate"]:
+        ablate([int(seed) for seed in sys.argv[2:]] or range(5))
+    elif sys.argv[1:] == ["--depth"]:
+        depth()
+    else:
+        sys.exit("test_grpo.py: error: `python -m pytest` runs the tests; --bench [flags] prints a benchmark, "
+                 "--memory counts that of a GPU, --ablate [seeds] and --depth show what choices do")
