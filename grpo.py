@@ -598,8 +598,8 @@ class GRPOTrainer:
 def make_tiny_models():  # -> a GlmImagePipeline of random weights; it knows no word but COLORS
     names = [*COLORS, *"bos eos pad unk image grid_bos grid_eos".split()]  # Bert adds three
     special = {f"{name}_token": name for name in names[8:]}
+    special["model_input_names"] = ["input_ids", "attention_mask"]
     tokenizer = transformers.BertTokenizer({name: i for i, name in enumerate(names)}, **special)
-    tokenizer.model_input_names = ["input_ids", "attention_mask"]
     processor = transformers.GlmImageProcessor(
         transformers.GlmImageImageProcessorPil(), tokenizer, "{{ messages[0].content[0].text }}")
     def halve_draft(height, width):  # -> rows, columns of the large grid, then of the draft

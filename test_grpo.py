@@ -1369,8 +1369,8 @@ def test_help_shows_every_flag_and_what_it_means(command):
     """Made from Config itself, its comments included."""
     code, out, _ = command("--help")
     assert code == 0
-    for field in FIELDS:
-        assert flag_of(field) in out and f"    {field.name}: " in out
+    for field in dataclasses.fields(grpo.Config):
+        assert f"--{field.name.replace('_', '-')}" in out and f"    {field.name}: " in out
     assert "price of leaving the base model" in out
 
 def test_settings_reach_the_wrapper(command, monkeypatch):
@@ -1389,34 +1389,6 @@ def test_settings_reach_the_wrapper(command, monkeypatch):
     assert (toy.height, toy.width) == (96, 64)
     with mock.patch.object(grpo, "WORLD_SIZE", 2), pytest.raises(ValueError, match="--batch-size"):
         grpo.Config(batch_size=3)
-
-# --- The README: its code is run as it stands, and what it says about grpo.py is true -----------------------
-README = (HERE / "README.md").read_text()
-FIELDS = dataclasses.fields(grpo.Config)
-PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
-def flag_of(field):
-    return "--" + field.name.replace("_", "-")
-
-def readme_code(name):
-    """The block of code whose first line is `# name`."""
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    return next(block for block in blocks if block.startswith(f"# {name}\n"))
-
-def load_module(code, name):
-    """-> a module of this code, which knows where grpo.py is."""
-    module = types.ModuleType(name)
-    module.__file__ = str(HERE / "grpo.py")
-    sys.modules[name] = module  # where dataclasses look for what annotations mean
-    exec(code, module.__dict__)
-    return module
-
-def run_use(name):
-    """The block of the README for the stock pipeline, on the toy in this folder -> the module."""
-    code = re.sub(r"runs/[\w-]+/adapter", lambda path: path[0].split("/")[1], readme_code(name))
-    words = {"zai-org/GLM-Image": "toy", "bfloat16": "float32", "512": "64", '.to("cuda")': ""}
-    for old, new in words.items():
-        code = code.replace(old, new)
-    return load_module(code, name)
 
 # --- The benchmark: `python test_grpo.py --bench`, with the flags of grpo.py. Nothing here is a test. -------
 def clock(function, *args):
