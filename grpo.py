@@ -545,7 +545,7 @@ class GRPOTrainer:
                 metrics["sampler_gap"] = gap.abs().max().item()
                 metrics["entropy"] = entropy.mean().item()
                 rows += [metrics] * len(new_logprobs)  # a row a sample: the mean is over samples
-            for weight in (weights if WORLD_SIZE > 1 else []):
+            for weight in weights if WORLD_SIZE > 1 else []:
                 torch.distributed.all_reduce(weight.grad)  # a sum, as each GPU had its share
             norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
             finite = math.isfinite(norm)

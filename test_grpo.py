@@ -1,13 +1,13 @@
 """Tests of grpo.py: identities, mostly, on a toy of random weights. `pytest -q`: no network, no GPU."""
-import builtins, copy, dataclasses, functools, inspect, io, json, math, multiprocessing, os, random
-import re, shutil, signal, socket, statistics, subprocess, sys, tempfile, time, types, weakref
+import builtins, copy, dataclasses, functools, inspect, json, math, multiprocessing, os, random, re, signal
+import socket, statistics, subprocess, sys, time, weakref
 from pathlib import Path
 from unittest import mock
 
 import diffusers, pytest, torch, transformers
 import numpy as np
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -234,23 +234,12 @@ def test_rewards_take_any_sequence_of_numbers(values):
 def test_a_reward_that_paints_over_its_picture_changes_nothing_for_others():
     """The next reward, and the rollout, must see the picture as it was sampled."""
     def spoil(images, prompts, targets):
-        for image in images:
-            image.paste("red", (0, 0, 8, 8))
+        images[0].paste("red", (0, 0, 8, 8))
         return [0.0]
 
-    def look(images, prompts, targets):
-        return images[0].getpixel((0, 0))[:1]
-
     images, prompts, targets = blank(1)
-    total, _ = grpo.compute_rewards(images, prompts, targets, {"spoil": (spoil, 1.0), "look": (look, 1.0)})
-    assert total.item() == 0 == images[0].getpixel((0, 0))[0]
-
-@pytest.mark.parametrize("values", [[0.0] * 3, [0.0], [0.0, -math.inf], [None, math.nan], [math.nan] * 2])
-def test_a_reward_that_gives_no_numbers_is_named(values):
-    """A NaN taken for "no opinion" would leave only the KL to train, silently, for days."""
-    rewards = {"fine": (reward_of([0.0, 0.0]), 1.0), "mine.py:bad": (reward_of(values), 1.0)}
-    with pytest.raises(grpo.RewardError, match="mine.py:bad"):
-        grpo.compute_rewards(*blank(2), rewards)
+    grpo.compute_rewards(images, prompts, targets, {"spoil": (spoil, 1.0)})
+    assert images[0].getpixel((0, 0)) == (0, 0, 0)
 
 def test_no_opinion_by_hand():
     """A None counts as the mean of its group, as 0 where nobody has an opinion, and not in the log."""
@@ -272,8 +261,7 @@ def test_rewards_are_loaded_with_their_weights(tmp_path):
     own.write_text("import itertools\ncount = itertools.count()  # the images that both have seen\n"
                    "def a(images, prompts, targets): return [next(count) for _ in images]\nb = a\n")
     rewards = grpo.load_rewards(f"color=2, mse,{own}:a,{own}:b=.5")
-    assert rewards.pop("color") == (grpo.reward_color, 2.0)
-    assert rewards.pop("mse") == (grpo.reward_mse, 1.0)
+    assert [rewards.pop("color"), rewards.pop("mse")] == [(grpo.reward_color, 2.0), (grpo.reward_mse, 1.0)]
     total, metrics = grpo.compute_rewards(*blank(2), rewards)
     assert metrics == {f"reward/{own}:a": 0.5, f"reward/{own}:b": 2.5, "reward": 1.75}
     assert total.tolist() == [1.0, 2.5]
@@ -344,15 +332,11 @@ def test_positions_are_those_of_transformers(size):
 def test_what_a_position_sees(wrapper):
     """Itself and what stands before it but for padding; a row that saw nothing would be NaN on a GPU."""
     ids, _, visible = wrapper.encode(PROMPTS)
-    padding = (ids == wrapper.pipe.processor.tokenizer.pad_token_id)[1].tolist()
-    n = visible.shape[2]
-    assert visible.shape == (2, 1, n, n) and visible.dtype == torch.bool and n == len(padding) + 10
-    assert 0 < sum(padding) < len(padding)
-    for row in range(n):
-        for column in range(n):
-            hidden = column > row or (column < len(padding) and padding[column] and column != row)
-            assert visible[1, 0, row, column] == (not hidden)
-    assert torch.equal(visible[0, 0], torch.ones(n, n).tril().bool())
+    padding = F.pad(ids == wrapper.pipe.processor.tokenizer.pad_token_id, (0, 10)).tolist()
+    assert visible.dtype == torch.bool and not any(padding[0]) and any(padding[1])
+    for sees, padded in zip(visible[:, 0].tolist(), padding):
+        for i, row in enumerate(sees):
+            assert row == [j == i or (j < i and not padded[j]) for j in range(len(padded))]
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]])
 def test_prompts_are_encoded_as_the_pipeline_does(wrapper, monkeypatch, prompts):
@@ -478,15 +462,6 @@ def test_painting_is_that_of_the_stock_pipeline(sampled, guidance):
         assert image.size == (64, 128) and image.tobytes() == expected.tobytes()
     assert len({image.tobytes() for image in images + ours.decode(["a fox"], rows[:1], [7])}) == 5
 
-def test_temperature_and_top_p_are_the_models_own_unless_given():
-    """Other log-probs than those that the stock pipeline samples by would train another model."""
-    pipe = QUICK(0)
-    pipe.vision_language_encoder.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
-    own = WRAPPER(pipe, make_config(temperature=None))
-    given = WRAPPER(pipe, make_config(temperature=0.5, top_p=1.0))
-    assert (own.temperature, own.top_p_filter.top_p) == (0.9, 0.75)
-    assert (given.temperature, given.top_p_filter.top_p) == (0.5, 1.0)
-
 # --- Memory: what lies where --------------------------------------------------------------------------------
 def hide_weights(wrapper, monkeypatch):
     """All weights are NaN but those of the half that was held last, as if the others were not on the device
@@ -547,21 +522,6 @@ def test_where_the_halves_wait(monkeypatch, offload, free, where):
     parts = wrapper.ar_half, wrapper.dit_half, wrapper.policy.model.visual
     for part, place in zip(parts, (where, where, "cpu")):
         assert {tensor.device.type for tensor in tensors_of(part)} == {place}
-
-def test_weights_wait_in_pinned_memory_and_only_there(monkeypatch):
-    """The unpinned ones beside them would take twice the 31 GiB of the host."""
-    pinned = {}
-
-    def pin(tensor):  # as torch does it: what is pinned already is left alone
-        copy = pinned.get(tensor.data_ptr(), tensor.clone())
-        return pinned.setdefault(copy.data_ptr(), copy)
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    monkeypatch.setattr(grpo, "CUDA", True)
-    wrapper = WRAPPER(grpo.make_tiny_models(), make_config(offload="on"))
-    places = [tensor.data_ptr() for tensor in tensors_of(wrapper.ar_half, wrapper.dit_half)]
-    assert len(places) > 100 and sorted(places) == sorted(pinned)
-    assert [data.data_ptr() for homes in wrapper.homes.values() for _, data in homes] == places
 
 # --- Memory, counted: the real sizes on the `meta` device, where a tensor has a size and no contents --------
 def describe(value):
@@ -641,9 +601,8 @@ class FakeGPU(TorchDispatchMode):
         return result
 
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """What `F.scaled_dot_product_attention` allocates on a GPU; on `meta` it would make the matrix of scores.
-    With a mask it is the memory-efficient kernel, which wants the mask in the dtype of the query, its rows
-    padded to a multiple of 8. Without one it is flash attention, which allocates the same."""
+    """What `F.scaled_dot_product_attention` allocates on a GPU: with a mask the memory-efficient kernel, which
+    wants it in the dtype of the query, its rows padded to a multiple of 8; without one as flash attention."""
     assert not enable_gqa
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
@@ -670,10 +629,8 @@ def skip_tokens(forward, T):
     return forward_rarely
 
 def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
-    """Highest GiB alive on the GPU in the second step -> {"update", "sample", "decode": {"on", "off"}}, by
-    --offload. The update has two micro-batches, the second beside the gradients of the first. Of the decoding
-    one is run, in two steps: more of them would find the GPU as these do. Real numbers are wanted by the
-    prompts, read on the host, and by the scheduler."""
+    """Highest GiB alive on the GPU in the second step, of two micro-batches -> {phase: {"on", "off"}}, by
+    --offload. Real numbers are wanted by the prompts, read on the host, and by the scheduler."""
     T = 256 + (side // 32) ** 2
     n = 2 * micro_batch_size
     config = grpo.Config(size=str(side), batch_size=num_prompts, group_size=group_size,
@@ -725,25 +682,10 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
             assert left < 2**20, f"{phase.__name__} leaves {left} bytes behind"
     return peaks
 
-def test_the_count_by_hand():
-    """Views count nothing, a result while it is held, with offloading the weights of the half that is held."""
-    one, two = (torch.nn.Linear(512, n, bias=False, device="meta") for n in (512, 1024))  # 1 and 2 MiB
-    gpu = FakeGPU(one, two)
-    with gpu:
-        x = torch.empty(1024, 512, device="meta")  # 2 MiB
-        for half, on in ((None, 0), (one, 1), (two, 2)):
-            if half is not None:
-                gpu.hold(half)
-            for _ in range(3):
-                one(x)[:, :256].relu()  # 2 MiB, then 1 more
-                assert gpu.now == 2 * 2**20
-            assert [peak / 2**20 for peak in gpu.peaks.values()] == [5 + on, 5 + 3]
-
-@pytest.mark.parametrize("side", [1024])
-def test_a_step_fits_a_card_of_24_gb(side):
-    """8 x 4 images with offloading; beside the weights lies no less than what is known to be there."""
-    peaks = count_memory(side, num_prompts=8)
-    T = 256 + (side // 32) ** 2
+def test_a_step_fits_a_card_of_24_gb():
+    """8 x 4 images of 1024 x 1024; beside the weights lies no less than what is known to be there."""
+    peaks = count_memory(1024, num_prompts=8)
+    T = 256 + 32 * 32
     cache = 32 * T * 40 * 2 * 2 * 128 * 2 / 2**30  # 40 layers, keys and values, 2 heads of 128, 2 bytes
     assert 16.6 + 1.0 + cache < peaks["sample"]["on"] <= 22
     assert 16.6 + 1.4 < peaks["update"]["on"] <= 22
@@ -1013,18 +955,13 @@ def test_what_is_written_when(finished):
     assert len({row["reward"] for row in rows[1:]}) == 5  # luck is new in each step
 
 def test_fixed_pictures_have_fixed_prompts_and_seeds(tmp_path):
-    """What training draws in between must not show; each has its own target."""
-    def reds(images, prompts, targets):
-        return [target.getpixel((0, 0))[0] for target in targets]
-
+    """What training draws in between must not show."""
     trainer = make_trainer(tmp_path, size="64")
     trainer.prompts = [f"a {name} thing" for name in grpo.COLORS] + ["a ninth"]
-    trainer.targets = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(9)]
-    trainer.rewards = {"reds": (reds, 1.0)}
+    trainer.targets = [None] * 9
     with mock.patch.object(trainer.wrapper, "sample", wraps=trainer.wrapper.sample) as spy:
-        assert trainer.save_samples("first.png") == 3.5
-    prompts, group_size, seeds = spy.call_args.args
-    assert (prompts, group_size, list(seeds)) == (trainer.prompts[:8], 1, list(range(8)))
+        trainer.save_samples("first.png")
+    assert spy.call_args.args == (trainer.prompts[:8], 1, range(8))
     trainer.rollout(1)
     trainer.save_samples("second.png")
     assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
@@ -1110,8 +1047,6 @@ def assert_same_adapters(one, other):
     one, other = (load_file(out / "adapter/adapter_model.safetensors") for out in (one, other))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
 def test_two_gpus_do_what_one_does(tmp_path, command):
     """Three steps in one process = two steps in two and, resumed, one in one: all must have crossed over."""
     (tmp_path / "quick.py").write_text(
@@ -1119,9 +1054,9 @@ def test_two_gpus_do_what_one_does(tmp_path, command):
         "grpo.make_tiny_pipeline = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)\n")
     flags = "--scale-rewards batch --num-iterations 2 --lr 1e-3 --kl-coef 0.1 --max-grad-norm 1e-3"
     argv = [*SMALL, *flags.split()]
-    process = subprocess.Popen(
-        [*TORCHRUN, HERE / "grpo.py", *argv, "--reward", "quick.py:color", "--out", "two", "--steps", "2"],
-        cwd=tmp_path, env=ENV, **PIPES)
+    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(), HERE / "grpo.py"]
+    process = subprocess.Popen([*torchrun, *argv, *"--reward quick.py:color --out two --steps 2".split()],
+                               cwd=tmp_path, env=ENV, **PIPES)
     assert command(*argv, "--out", "one", "--steps", "3")[0] == 0
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
@@ -1179,7 +1114,7 @@ def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(tmp_path):
     assert "Traceback" not in log and step_of(tmp_path / "run") == 2
 
 def kill_in_write(when, share):
-    """In the when-th checkpoint: with this share of its bytes on the disk, or, at 2, after it has its name."""
+    """In the when-th checkpoint, with this share of its bytes on the disk."""
     save = torch.save
     calls = []
 
@@ -1187,10 +1122,7 @@ def kill_in_write(when, share):
         calls.append(path)
         save(state, path)
         if len(calls) == when:
-            if share <= 1:
-                os.truncate(path, int(share * os.path.getsize(path)))
-            else:
-                os.replace(path, path.with_name("checkpoint.pt"))
+            os.truncate(path, int(share * os.path.getsize(path)))
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = kills
@@ -1205,7 +1137,7 @@ def test_kill_nine_at_any_moment(tmp_path):
     for kill in range(12):
         argv = ["--resume", "run"] if checkpoint.exists() else [*flags, "--out", "run"]
         if kill % 2:
-            before = functools.partial(kill_in_write, rng.randint(2, 4), rng.choice([0, 0.5, 1, 2]))
+            before = functools.partial(kill_in_write, rng.randint(2, 4), rng.choice([0, 0.5, 1]))
             process = start(tmp_path, *argv, before=before)
         else:
             written = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
@@ -1242,8 +1174,8 @@ def run(first_command):
     assert not error  # no bar where there is no terminal
     return out, printed
 
-METRICS = """step loss policy_loss reward reward_std reward/color frac_zero_std kl ratio_max clip_frac entropy
-    grad_norm skipped sampler_gap sec_sample sec_decode sec_score sec_update peak_gib""".split()
+METRICS = set("""step loss policy_loss reward reward_std reward/color frac_zero_std kl ratio_max clip_frac entropy
+    grad_norm skipped sampler_gap sec_sample sec_decode sec_score sec_update peak_gib""".split())
 
 def test_what_the_first_command_leaves(run):
     """What the README promises to find in the folder, and what it says to look at."""
@@ -1255,7 +1187,7 @@ def test_what_the_first_command_leaves(run):
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(41))
     for row in rows[1:]:
-        assert row.keys() - {"reward_fixed"} == set(METRICS)
+        assert row.keys() - {"reward_fixed"} == METRICS
         assert all(math.isfinite(value) for value in row.values())
     assert printed.startswith("model: tiny on cpu, files: out\nstep 0 ")
     assert printed.count("\n") == 42
@@ -1333,10 +1265,11 @@ def test_bad_input_gets_one_line_and_exit_code_2(bad_files, command, monkeypatch
     assert_refused((outcome[0], outcome[1], outcome[2].replace("_", "-")), word)
     assert sorted(bad_files.rglob("*")) == before
 
-@pytest.mark.parametrize("values", ["[0.5]", "[0.5, float('inf')] * 2", "[float('nan')] * 4"])
+@pytest.mark.parametrize("values", ["[0.5]", "[0.5] * 5", "[0.5, -math.inf] * 2", "[math.nan] * 4", "[None, math.nan] * 2"])
 def test_a_reward_without_numbers_gets_one_line_and_exit_code_2(command, values):
-    """In the midst of a run: its checkpoint stays."""
-    Path("mine.py").write_text(f"def bad(images, *_): return {values} if len(images) == 4 else [1.0] * len(images)")
+    """A NaN taken for "no opinion" would leave only the KL to train, silently; and the checkpoint stays."""
+    code = f"import math\ndef bad(images, *_): return {values} if len(images) == 4 else [1.0] * len(images)"
+    Path("mine.py").write_text(code)
     assert_refused(command(*SMALL, "--reward", "mine.py:bad", "--out", "run"), "mine.py:bad")
     assert step_of(Path("run")) == 0
 
@@ -1384,8 +1317,11 @@ def test_settings_reach_the_wrapper(command, monkeypatch):
     toy = grpo.Config(**grpo.TINY | typed)
     assert spy.call_args_list == [
         mock.call("tiny", toy), mock.call("zai-org/GLM-Image", grpo.Config(group_size=6, out="a"))]
-    wrapper = WRAPPER(QUICK(0), toy)
-    assert (wrapper.top_p_filter.top_p, wrapper.temperature) == (0.5, 0.7)
+    pipe = QUICK(0)
+    pipe.vision_language_encoder.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
+    for config, own in ((toy, (0.7, 0.5)), (make_config(temperature=None), (0.9, 0.75))):
+        wrapper = WRAPPER(pipe, config)
+        assert (wrapper.temperature, wrapper.top_p_filter.top_p) == own
     assert (toy.height, toy.width) == (96, 64)
     with mock.patch.object(grpo, "WORLD_SIZE", 2), pytest.raises(ValueError, match="--batch-size"):
         grpo.Config(batch_size=3)
@@ -1400,31 +1336,18 @@ def clock(function, *args):
     return time.perf_counter() - start, result
 
 def stock_seconds(wrapper, prompt, tokens):
-    """An image the usual way: the pipeline samples and decodes it alone, then a pass of its own scores it. On
-    a GPU 16 and 48 tokens are sampled for real, and the seconds of the others extrapolated."""
-    generate = wrapper.policy.generate
-    unspent = [0.0]
-
-    def sample_some(**inputs):
-        codebook_size = wrapper.pipe.transformer.config.prior_vq_quantizer_codebook_size
-        inputs["suppress_tokens"] = list(range(codebook_size, wrapper.policy.lm_head.out_features))
-        if not grpo.CUDA:
-            return generate(**inputs)
-        short, long = (clock(lambda: generate(**inputs | {"max_new_tokens": n}))[0] for n in (16, 48))
-        unspent[0] = (long - short) / 32 * tokens.shape[1] - short - long
-        drawn = tokens.to(grpo.DEVICE)
-        return torch.cat([inputs["input_ids"], drawn, drawn[:, :1]], dim=1)
-
+    """An image the usual way: the pipeline samples and decodes it alone, then a pass of its own scores it."""
     config = wrapper.config
     wrapper.hold(wrapper.ar_half)
     wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
-    with mock.patch.object(wrapper.policy, "generate", sample_some):
-        sampled, _ = clock(functools.partial(
-            wrapper.pipe.generate_prior_tokens, prompt, config.height, config.width, device=grpo.DEVICE))
+    codes = wrapper.pipe.transformer.config.prior_vq_quantizer_codebook_size
+    wrapper.policy.generation_config.suppress_tokens = list(range(codes, wrapper.policy.lm_head.out_features))
+    sampled, _ = clock(functools.partial(
+        wrapper.pipe.generate_prior_tokens, prompt, config.height, config.width, device=grpo.DEVICE))
     decoded, _ = clock(wrapper.decode, [prompt], tokens, [0])
     with torch.no_grad():
         scored, _ = clock(wrapper.compute_logprobs, [prompt], tokens)
-    return sampled + unspent[0] + decoded + scored
+    return sampled + decoded + scored
 
 def our_seconds(trainer, prompt, group_size):
     """One step on one prompt -> seconds of sample, decode, score and update, and the tokens."""
@@ -1474,31 +1397,22 @@ def bench(argv):
               f"| {tokens.numel() / sample:.0f} | {peak:.1f} |", flush=True)
 
 # --- The memory of a GPU, counted without one: `python test_grpo.py --memory`. Nothing here is a test. ------
-MEMORY = [  # size, prompts, group, micro-batch
-    (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
-    (1024, 1, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]
 def memory():
     """One table. What does not depend on the number of prompts is counted anew in every row."""
     pipe = make_real("meta")
     ar = pipe.vision_language_encoder
-    sampler = [ar.model.language_model, ar.lm_head]
-    painter = [pipe.text_encoder, pipe.transformer, pipe.vae]
-    whole = gib(ar, *painter)
-    idle = whole - gib(*sampler, *painter)
-    print(f"GLM-Image in bf16, GiB of weights: {gib(*sampler):.1f} to sample and update, "
-          f"{gib(*painter):.1f} to decode, {idle:.1f} always on the host")
-    sizes = [weight.nbytes for module in sampler + painter for weight in module.parameters()]
+    halves = [[ar.model.language_model, ar.lm_head], [pipe.text_encoder, pipe.transformer, pipe.vae]]
+    sizes = [weight.nbytes for half in halves for module in half for weight in module.parameters()]
     pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes) / 2**30  # PyTorch rounds each block up
-    print(f"on the host {whole:.1f}; with --offload on, in pinned memory, {pinned + idle:.1f}")
-    print("highest GiB alive on the GPU in the second step, with --offload on / off:\n")
-    print("| size | prompts x group | micro-batch | sample | decode | update |")
-    print("|---|---|---|---|---|---|", flush=True)
-    for side, num_prompts, group_size, micro_batch_size in MEMORY:
-        peaks = count_memory(side, num_prompts, micro_batch_size, group_size)
-        cells = [f"{side} | {num_prompts} x {group_size} | {micro_batch_size}"]
-        for phase in ("sample", "decode", "update"):
-            cells.append(f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}")
-        print("|", " | ".join(cells), "|", flush=True)
+    whole = gib(ar, *halves[1])
+    print(f"GiB of weights in bf16: {gib(*halves[0]):.1f} to sample and update, {gib(*halves[1]):.1f} to decode; on the "
+          f"host {whole:.1f}, with --offload on, pinned, {pinned + whole - sum(sizes) / 2**30:.1f}; --offload on / off:\n")
+    print("| size | prompts x group | micro-batch | sample | decode | update |\n|---|---|---|---|---|---|", flush=True)
+    for side, num_prompts, group_size, size in [
+            (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]:
+        peaks = count_memory(side, num_prompts, size, group_size)
+        cells = [f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}" for phase in ("sample", "decode", "update")]
+        print(f"| {side} | {num_prompts} x {group_size} | {size} |", " | ".join(cells), "|", flush=True)
 
 # --- What each choice is worth: `python test_grpo.py --ablate [seeds]`. Nothing here is a test. -------------
 def noise_of_its_own(decode):
@@ -1544,7 +1458,32 @@ def ablate(seeds):
         cells = [f"{value:.3f}" for value in (*values, statistics.mean(values), spread)]
         print("| " + " | ".join([name, *cells]) + " |")
 
-#DEPTH
+# --- How far bf16 rounds at depth: `python test_grpo.py --depth`. Nothing here is a test. ---------------------
+@torch.no_grad()
+def depth(linear=F.linear):  # a table of rounding: GLM-Image's AR half, random, a quarter as wide
+    prompts = ["green"] * 4 + ["a red fox on a wall beside a yellow door"] * 4
+    print("|layers|init|bits|nats|gap|again|unpadded|reversed|99 %|mean|out|\n" + "|-" * 11 + "|")
+    for deep, init, bits in [(10, 0.04, 16), (20, 0.04, 16), (40, 0.04, 16), (40, 0.08, 16),
+                              (40, 0.04, 32)]:
+        pipe = grpo.make_tiny_pipeline(warmup_steps=0)
+        pipe.transformer.register_to_config(prior_vq_quantizer_codebook_size=16384)
+        config = pipe.vision_language_encoder.config
+        config.text_config = transformers.GlmImageTextConfig(  # all else has its real size
+            num_hidden_layers=deep, hidden_size=1024, num_attention_heads=8, intermediate_size=3424,
+            initializer_range=init, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5))
+        pipe.vision_language_encoder = transformers.GlmImageForConditionalGeneration(config).to(
+            torch.bfloat16 if bits == 16 else torch.float32)
+        heat = 0.9 * init * 32 / 3.5  # what 0.9 is to logits of std 3.5: some codes stand out
+        wrapper = grpo.GLMImageWrapper(pipe, grpo.Config(size="256", top_p=0.75, temperature=heat))
+        tokens, sampled, allowed = wrapper.sample(prompts[::4], 4, [0, 1])
+        first, again = (wrapper.compute_logprobs(prompts, tokens, allowed)[0] for _ in range(2))
+        alone, _ = wrapper.compute_logprobs(prompts[:4], tokens[:4], allowed[:4])  # no padding
+        with mock.patch.object(F, "linear", lambda x, w, b: linear(x.flip(-1), w.flip(-1), b)):
+            gap = wrapper.compute_logprobs(prompts, tokens, allowed)[0] - sampled
+        ratios = [sampled - first, again - first, alone - first[:4], gap]  # their logarithms
+        cells = [-sampled.mean(), *(x.abs().max() for x in ratios), gap.abs().quantile(0.99),
+                 gap.abs().mean(), (gap.expm1().abs() > 0.2).float().mean()]
+        print(f"|{deep}|{init}|{bits}|", *(f"{cell:.2g}|" for cell in cells), flush=True)
 
 if __name__ == "__main__":
     diffusers.utils.logging.set_verbosity_error()
@@ -1558,5 +1497,4 @@ if __name__ == "__main__":
     elif sys.argv[1:] == ["--depth"]:
         depth()
     else:
-        sys.exit("test_grpo.py: error: `python -m pytest` runs the tests; --bench [flags] prints a benchmark, "
-                 "--memory counts that of a GPU, --ablate [seeds] and --depth show what choices do")
+        sys.exit("test_grpo.py: error: `python -m pytest` runs the tests; else --bench, --memory, --ablate or --depth")
