@@ -289,6 +289,20 @@ def test_lora_starts_as_the_identity_and_switches_off_exactly(wrapper, sampled):
         assert torch.equal(score(ours, sampled), base)
     assert torch.equal(score(ours, sampled), moved)
 
+def test_lora_by_hand(tmp_path):
+    """Twice B A x, in files under the names and with the scale that peft and transformers read."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2)})
+    lora = perturb(grpo.LoRA(model, "a", rank=1))
+    A, B = lora.weights.values()
+    x = torch.randn(5, 3)
+    base = x @ model["a"].weight.T + model["a"].bias
+    assert torch.allclose(model["a"](x), base + 2 * (x @ A.T) @ B.T)
+    lora.save(tmp_path, "toy")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (1, 2, "toy")
+    names = [f"base_model.model.a.lora_{AB}.weight" for AB in "AB"]
+    assert sorted(load_file(tmp_path / "adapter_model.safetensors")) == names
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_adapters_train(dtype):
     """All else is frozen; they are fp32 also in bf16, where 0.02 plus a step of 5e-5 is 0.02."""
@@ -887,6 +901,10 @@ def test_metrics_of_a_rollout_by_hand(tmp_path):
     assert metrics["frac_zero_std"] == 0.5
     assert metrics["reward"] == pytest.approx(2 * 13.2 / 8) and metrics["reward/a"] == pytest.approx(13.2 / 8)
     assert all(metrics[f"sec_{phase}"] > 0 for phase in ("sample", "decode", "score"))
+    trainer.config.reward_norm = "group"
+    trainer.rewards = {"a": (reward_of([None, 4, None, 2, 1, 2, 3, 6]), 1.0)}
+    rewards = trainer.rollout(1)[0]["rewards"].view(2, 4)
+    assert rewards.mean(1).tolist() == pytest.approx([0, 0], abs=1e-6) and rewards[0, ::2].tolist() == [0, 0]
 
 # --- A run: what it leaves, and how it goes on --------------------------------------------------------------
 def luck(images, prompts, targets):
@@ -959,8 +977,9 @@ def test_fixed_pictures_have_fixed_prompts_and_seeds(tmp_path):
     trainer = make_trainer(tmp_path, size="64")
     trainer.prompts = [f"a {name} thing" for name in grpo.COLORS] + ["a ninth"]
     trainer.targets = [None] * 9
+    trainer.rewards = {"a": (reward_of([None] + [1.0] * 7), 1.0)}
     with mock.patch.object(trainer.wrapper, "sample", wraps=trainer.wrapper.sample) as spy:
-        trainer.save_samples("first.png")
+        assert trainer.save_samples("first.png") == 1
     assert spy.call_args.args == (trainer.prompts[:8], 1, range(8))
     trainer.rollout(1)
     trainer.save_samples("second.png")
@@ -1206,7 +1225,7 @@ def test_it_learns(run):
         gains.append(float(after - before))
     assert min(gains) > 0 and np.mean(gains) > 0.1
 
-WRONG = """--group-size 1, --group-size four, --size 0, --size -64, --size 100,
+WRONG = """--group-size 1, --group-size four, --size 0, --size -64, --size 100, --size 64x100, --size 100x64, --size 64x0, --size 0x64,
     --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0, --seed -1,
     --decode-steps 0, --num-iterations 0, --lr nan, --lr -1, --lr inf, --kl-coef -1, --clip-range inf,
     --clip-range-high -1, --max-grad-norm nan, --guidance nan, --top-p 0, --top-p 1.5, --temperature 0,
@@ -1458,33 +1477,6 @@ def ablate(seeds):
         cells = [f"{value:.3f}" for value in (*values, statistics.mean(values), spread)]
         print("| " + " | ".join([name, *cells]) + " |")
 
-# --- How far bf16 rounds at depth: `python test_grpo.py --depth`. Nothing here is a test. ---------------------
-@torch.no_grad()
-def depth(linear=F.linear):  # a table of rounding: GLM-Image's AR half, random, a quarter as wide
-    prompts = ["green"] * 4 + ["a red fox on a wall beside a yellow door"] * 4
-    print("|layers|init|bits|nats|gap|again|unpadded|reversed|99 %|mean|out|\n" + "|-" * 11 + "|")
-    for deep, init, bits in [(10, 0.04, 16), (20, 0.04, 16), (40, 0.04, 16), (40, 0.08, 16),
-                              (40, 0.04, 32)]:
-        pipe = grpo.make_tiny_pipeline(warmup_steps=0)
-        pipe.transformer.register_to_config(prior_vq_quantizer_codebook_size=16384)
-        config = pipe.vision_language_encoder.config
-        config.text_config = transformers.GlmImageTextConfig(  # all else has its real size
-            num_hidden_layers=deep, hidden_size=1024, num_attention_heads=8, intermediate_size=3424,
-            initializer_range=init, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5))
-        pipe.vision_language_encoder = transformers.GlmImageForConditionalGeneration(config).to(
-            torch.bfloat16 if bits == 16 else torch.float32)
-        heat = 0.9 * init * 32 / 3.5  # what 0.9 is to logits of std 3.5: some codes stand out
-        wrapper = grpo.GLMImageWrapper(pipe, grpo.Config(size="256", top_p=0.75, temperature=heat))
-        tokens, sampled, allowed = wrapper.sample(prompts[::4], 4, [0, 1])
-        first, again = (wrapper.compute_logprobs(prompts, tokens, allowed)[0] for _ in range(2))
-        alone, _ = wrapper.compute_logprobs(prompts[:4], tokens[:4], allowed[:4])  # no padding
-        with mock.patch.object(F, "linear", lambda x, w, b: linear(x.flip(-1), w.flip(-1), b)):
-            gap = wrapper.compute_logprobs(prompts, tokens, allowed)[0] - sampled
-        ratios = [sampled - first, again - first, alone - first[:4], gap]  # their logarithms
-        cells = [-sampled.mean(), *(x.abs().max() for x in ratios), gap.abs().quantile(0.99),
-                 gap.abs().mean(), (gap.expm1().abs() > 0.2).float().mean()]
-        print(f"|{deep}|{init}|{bits}|", *(f"{cell:.2g}|" for cell in cells), flush=True)
-
 if __name__ == "__main__":
     diffusers.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
@@ -1494,7 +1486,5 @@ if __name__ == "__main__":
         memory()
     elif sys.argv[1:2] == ["--ablate"]:
         ablate([int(seed) for seed in sys.argv[2:]] or range(5))
-    elif sys.argv[1:] == ["--depth"]:
-        depth()
     else:
-        sys.exit("test_grpo.py: error: `python -m pytest` runs the tests; else --bench, --memory, --ablate or --depth")
+        sys.exit("test_grpo.py: error: `python -m pytest` runs the tests; else --bench, --memory or --ablate")

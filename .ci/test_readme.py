@@ -319,7 +319,7 @@ def test_readme_tells_all_flags_and_their_defaults():
     rows = re.findall(r"^\| `(--.*?)` \| (.*?) ?\|", README, re.MULTILINE)
     fields = {flag_of(field): field for field in FIELDS}
     assert sorted(flag for flag, _ in rows) == sorted(fields)
-    others = "--help --bench --memory --ablate --depth --nproc-per-node --nnodes --rdzv-endpoint --entropy-coef"
+    others = "--help --bench --memory --ablate --nproc-per-node --nnodes --rdzv-endpoint --entropy-coef"
     assert set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", README)) <= {*fields, *others.split()}
     for flag in fields.keys() - {"--model", "--resume", "--out"}:  # these are told in words
         field = fields[flag]

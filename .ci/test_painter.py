@@ -1,0 +1,250 @@
+"""Tests of .github/painter.md: its flow.py, identities mostly, on a toy of random weights. No network, no GPU."""
+import functools, math, re, runpy, sys, tempfile
+from pathlib import Path
+
+import diffusers, pytest, torch
+from PIL import Image
+
+ROOT = Path(__file__).parent.parent
+HERE = Path(tempfile.mkdtemp())  # the blocks of code of the page, as files
+for code in re.findall(r"```python\n(.*?)```", (ROOT / ".github/painter.md").read_text(), re.DOTALL):
+    (HERE / code.split()[1]).write_text(code)
+sys.path[:0] = [str(HERE), str(ROOT)]
+import flow, grpo
+torch.set_num_threads(1)
+QUICK = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)  # the toy with random weights
+
+def make_wrapper(**settings):
+    """The toy of random weights: 64 wide and 128 high, 2 x 1 and 4 x 2 tokens."""
+    settings = dict(size="64x128", batch_size=2, steps=4) | settings
+    return grpo.GLMImageWrapper(QUICK(0), grpo.Config(**grpo.TINY | settings))
+
+def make_rollout(trainer, step=1):
+    """What `train` hands to `train_step`."""
+    rollout, _ = trainer.rollout(step)
+    rollout["advantages"] = grpo.compute_advantages(rollout["rewards"], trainer.config.group_size)
+    return rollout
+
+def perturb(lora):
+    """Adapters that do something: B starts at 0."""
+    torch.manual_seed(5)
+    for weight in lora.weights.values():
+        weight.data.add_(0.1 * torch.randn_like(weight))
+
+def hide_weights(wrapper):
+    """Weights become NaN but in the half that is held, as if they were elsewhere -> the phases."""
+    phases = []
+
+    def hold(half):
+        type(wrapper).hold(wrapper, half)
+        phases.append("ar" if half is wrapper.ar_half else "dit")
+        for other in wrapper.homes.keys() - {half}:
+            for weight, home in wrapper.homes[other]:
+                weight.data = home * math.nan
+
+    for weight, home in sum(wrapper.homes.values(), []):
+        weight.data = home * math.nan
+    wrapper.hold = hold
+    return phases
+
+# --- The painter: flow.py of the README ----------------------------------------------------------
+QUOTED = ['a red fox that says "STOP HERE"', "yellow"]  # of the second no word is to be painted
+
+def shift_sigmas(pipe):
+    """A schedule that depends on the size of the image, as GLM-Image's does, the toy's does not."""
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, time_shift_type="linear", base_shift=0.25, max_shift=0.75)
+
+def make_painter(**settings):
+    """With the scale of latents and the sigmas that GLM-Image may have."""
+    wrapper = make_wrapper(**dict(kl_coef=0.0, decode_steps=8) | settings)
+    wrapper.pipe.vae.register_to_config(latents_mean=[0.5] * 16, latents_std=[2.0] * 16)
+    shift_sigmas(wrapper.pipe)
+    return flow.Painter(wrapper)
+
+def make_painting(out, **settings):
+    """A trainer of the painter; its adapters do something."""
+    painter = make_painter(**dict(out=str(out), max_grad_norm=1e9, size="64") | settings)
+    trainer = grpo.GRPOTrainer(painter.config, painter, QUOTED)
+    perturb(trainer.lora)
+    return trainer
+
+@pytest.mark.parametrize("guidance", [1.0, 1.5])
+def test_painter_at_level_0_is_the_stock_pipeline(monkeypatch, guidance):
+    """Other sigmas, times, conditions or noise than the pipeline's would train what nobody uses."""
+    painter = make_painter(guidance=guidance)
+    drawn, _, _ = painter.ar.sample(QUOTED, 1, [1, 2])
+    noisy, _, _ = painter.sample(QUOTED, 1, [1, 2])
+    monkeypatch.setattr(flow, "NOISE_LEVEL", 1e-7)
+    quiet, _, _ = painter.sample(QUOTED, 1, [1, 2])
+    stock = QUICK(0)
+    shift_sigmas(stock)
+    for i in range(2):
+        expected = stock(
+            QUOTED[i], prior_token_ids=stock._upsample_token_ids(drawn[i, 2:], 4, 2), height=128,
+            width=64, num_inference_steps=8, guidance_scale=guidance, output_type="latent",
+            generator=torch.Generator().manual_seed(1 + i)).images
+        assert (quiet[i, -1] - expected).abs().max() < 1e-5
+        assert (noisy[i, -1] - expected).abs().max() > 0.1
+    pictures = grpo.pil_to_tensor(painter.decode(QUOTED, quiet, [1, 2]))
+    kept = grpo.pil_to_tensor(painter.generate_with_tracking(QUOTED, 1, [1, 2])[0])
+    assert (pictures - kept).abs().max() < 1.5 / 255
+
+@pytest.mark.parametrize("sigma", [0.9, 0.5, 0.1])
+def test_noise_and_drift_make_up_for_each_other(sigma):
+    """A wrong sign or factor lets latents leave the distribution that the DiT knows. Of one image,
+    3, all is known: latents at sigma are 3 (1 - sigma) + sigma noise, the velocity noise - 3."""
+    noise = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    latents = 3 * (1 - sigma) + sigma * noise
+    mean, std = flow.denoise(latents, noise - 3, sigma, sigma - 1e-4, noise_level=0.7)
+    still, moved = mean.tolist()
+    assert still == pytest.approx(3 * (1 - sigma + 1e-4), abs=1e-12)
+    assert (moved - still) ** 2 + std**2 == pytest.approx((sigma - 1e-4) ** 2, abs=1e-6)
+    assert std**2 > 1e-6  # or there is no noise to make up for
+
+def test_what_a_group_of_paintings_shares(monkeypatch):
+    """Rewards differ by the painting alone; all chance is in the group's seed, not in its batch."""
+    painter = make_painter(group_size=6)
+    assert painter.config.micro_batch_size == 2  # of 16: batches end where groups do
+    path, logprobs, given = painter.sample(["red", "a blue thing", "red"], 3, [1, 2, 3])
+    assert path.shape == (9, 4, 16, 16, 8) and (*logprobs.shape, *given.shape) == (9, 2, 9, 33)
+    for group, codes in zip(path.split(3), given.split(3)):
+        assert torch.equal(codes[0], codes[2])
+        assert (group[0, 0] - group[2, 0]).abs().max() < 1e-5
+        assert (group[0, 1] - group[2, 1]).abs().mean() > 0.1
+    for alone, among in zip(painter.sample(["red"], 3, [3]), (path, logprobs, given)):
+        assert torch.allclose(alone, among[6:], atol=1e-5)
+    monkeypatch.setattr(painter, "paint", lambda *_: (None, None))
+    starts = [next(painter.sample_group("red", given[:1, 1:], seed))[2][0, 0] for seed in range(12)]
+    assert set(map(int, starts)) == {0, 1, 2}  # the window lies in the first half of 8 steps
+
+def test_painter_works_where_its_weights_are():
+    """Weights are NaN but in their phase, and must not show in latents, pictures or log-probs."""
+    results = []
+    for hide in (False, True):
+        painter = make_painter(guidance=1.5)
+        phases = hide_weights(painter.ar) if hide else []
+        samples = painter.sample(QUOTED, 2, [1, 2])
+        painter.ar.hold(painter.ar.ar_half)  # so that each phase has to ask for its own
+        images = painter.decode(QUOTED, samples[0], [1, 2])
+        painter.ar.hold(painter.ar.ar_half)
+        logprobs, _ = painter.compute_logprobs(QUOTED[:1], samples[0][:1], samples[2][:1])
+        results.append([*samples, grpo.pil_to_tensor(images), logprobs])
+    assert phases == ["ar", "dit"] * 3
+    assert all(torch.equal(shown, hidden) for shown, hidden in zip(*results))
+
+@pytest.mark.parametrize("guidance", [1.0, 1.5])
+def test_painter_and_trainer_agree_exactly(tmp_path, guidance):
+    """The same steps, scored by another pass, schedule or level, would start off ratio 1."""
+    trainer = make_painting(tmp_path, lr=0.01, guidance=guidance)
+    rollout = make_rollout(trainer)
+    assert rollout["logprobs"].std() > 0 and rollout["logprobs"].abs().max() < 5  # a mean of pixels
+    metrics = trainer.train_step(rollout)
+    assert metrics["ratio_max"] == 1 and metrics["sampler_gap"] == 0 < metrics["grad_norm"]
+    trainer.config.num_iterations = 2
+    metrics = trainer.train_step(make_rollout(trainer, step=2))
+    assert metrics["ratio_max"] > 1 + 1e-6 and metrics["sampler_gap"] == 0
+
+def test_gradient_of_the_painter(tmp_path):
+    """It must not depend on the micro-batch; it reaches all of the DiT's adapter, nothing else."""
+    trainer = make_painting(tmp_path)
+    pipe = trainer.wrapper.pipe
+    rollout = make_rollout(trainer)
+    weights = trainer.lora.weights
+    gradients = []
+    trainer.optimizer.step = lambda: gradients.append([w.grad.clone() for w in weights.values()])
+    for trainer.config.micro_batch_size in (1, 2, 4):
+        trainer.train_step(rollout)
+    for one, *others in zip(*gradients):
+        assert all((one - other).abs().max() < 1e-4 * one.abs().max() for other in others)
+    names = [f"{name}.lora_{AB}" for name in ("to_q", "to_k", "to_v", "to_out.0") for AB in "AB"]
+    assert [*weights] == [f"transformer_blocks.0.attn1.{name}.weight" for name in names]
+    assert trainer.wrapper.policy is pipe.transformer
+    for part in (pipe.vision_language_encoder, pipe.transformer, pipe.vae, pipe.text_encoder):
+        assert all(weight.grad is None for weight in part.parameters())
+
+def test_adapters_of_both_halves_elsewhere(tmp_path, monkeypatch):
+    """paint.py, the way into the stock pipeline, must give the painter as trained, and draw."""
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    trainer = make_painting("run")
+    trainer.lora.save("runs/glm-painter/adapter", "toy")
+    ar = trainer.wrapper.ar
+    grpo.LoRA(ar.policy, ar.TARGETS, rank=4).save("runs/glm-ar/adapter", "toy")
+    stock = QUICK(0)
+    stock.vision_language_encoder.generation_config.suppress_tokens = [*range(8, 18)]  # codes alone
+    monkeypatch.setattr(diffusers.GlmImagePipeline, "from_pretrained", lambda *_, **__: stock)
+    code = (HERE / "paint.py").read_text().replace('.to("cuda")', "").replace("512", "64")
+    exec(code, {})
+    assert Image.open("fox.png").size == (64, 64)
+    torch.manual_seed(0)
+    inputs = (torch.randn(1, 16, 8, 8), torch.randn(1, 1, 8), torch.arange(16)[None] % 8,
+              torch.zeros(1, 16).bool(), torch.tensor([999.0]), torch.tensor([[64, 64]]),
+              torch.tensor([[0, 0]]))
+    with torch.no_grad():
+        trained = ar.pipe.transformer(*inputs).sample
+        assert (stock.transformer(*inputs).sample - trained).abs().max() < 1e-5
+        with trainer.lora.disabled():
+            assert (ar.pipe.transformer(*inputs).sample - trained).abs().max() > 0.01
+
+def test_painter_begins_with_the_adapter_of_the_other_half(tmp_path, monkeypatch):
+    """Were it not loaded, the painter would be trained on drawings of the base model."""
+    wrapper = make_wrapper()
+    plain = wrapper.sample(QUOTED, 3, [1, 2])
+    lora = grpo.LoRA(wrapper.policy, wrapper.TARGETS, rank=4)
+    perturb(lora)
+    lora.save(tmp_path, "tiny")
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
+    monkeypatch.setattr(flow, "AR_ADAPTER", str(tmp_path))
+    painter = flow.Painter.from_pretrained("tiny", make_painter().config)
+    drawn = painter.ar.sample(QUOTED, 3, [1, 2])
+    assert all(torch.equal(*pair) for pair in zip(drawn, wrapper.sample(QUOTED, 3, [1, 2])))
+    assert not torch.equal(drawn[0], plain[0])
+
+@pytest.fixture
+def run_flow(monkeypatch, tmp_path):
+    """`python flow.py` and flags, in a folder of its own, on the toy of random weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
+    Path("p.txt").write_text("a red fox\ngreen\n")
+    as_it_was = vars(grpo.GLMImageWrapper)["from_pretrained"]
+
+    def run(flags):
+        monkeypatch.setattr(sys, "argv", ["flow.py", *flags.split()])
+        monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", as_it_was)
+        runpy.run_path(str(HERE / "flow.py"), run_name="__main__")
+
+    return run
+
+FLOW = "--model tiny --size 64 --prompts p.txt --batch-size 2 --decode-steps 4 --kl-coef 0 "
+
+@pytest.mark.parametrize("flag, value", [("--kl-coef", 0.01), ("--decode-steps", 1)])
+def test_settings_that_the_painter_refuses(run_flow, capsys, flag, value):
+    """A KL that does nothing, steps that are not there."""
+    with pytest.raises(SystemExit, match="2"):
+        run_flow(f"{FLOW} {flag} {value}")
+    error, = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"grpo.py: error: {flag} must be ")
+
+def test_painter_resumed_is_undisturbed(run_flow):
+    """All chance is in the seeds, all state is saved."""
+    run_flow(FLOW + "--lr 1e-2 --num-iterations 2 --steps 2 --out one")
+    run_flow(FLOW + "--lr 1e-2 --num-iterations 2 --steps 1 --out half")
+    run_flow("--resume half --steps 2")
+    one, half = (torch.load(f"{run}/checkpoint.pt") for run in ("one", "half"))
+    for name, weight in one["adapter"].items():
+        assert weight.any() and torch.equal(weight, half["adapter"][name])
+    for row, other in zip(one["history"][1:], half["history"][1:], strict=True):
+        same = [key for key in row if key in other and "sec_" not in key]
+        assert [row[key] for key in same] == [other[key] for key in same] and "reward" in same
+    assert Path("one/samples_00002.png").read_bytes() == Path("half/samples_00002.png").read_bytes()
+
+def test_painter_learns(tmp_path):
+    """A sign that is wrong in the log-prob or the step would make the latents smaller."""
+    trainer = make_painting(tmp_path, decode_steps=2, group_size=8, lr=0.03, max_grad_norm=1.0)
+    trainer.wrapper.decode = lambda prompts, latents, seeds: [*latents[:, -1].numpy()]
+    trainer.rewards = {"mean": (lambda images, *_: [image.mean() for image in images], 1.0)}
+    before = trainer.rollout(9)[1]["reward"]
+    for step in range(1, 9):
+        trainer.train_step(make_rollout(trainer, step))
+    assert trainer.rollout(9)[1]["reward"] > before + 0.05
