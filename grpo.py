@@ -308,7 +308,7 @@ class GLMImageWrapper:
             if offload and CUDA:
                 half._apply(torch.Tensor.pin_memory)  # a GPU reads pinned memory fast
             parts = [*half.parameters(), *half.buffers()]
-            self.homes[half] = [(part, part.data) for part in parts]
+            self.homes[half] = [(part, part.data) for part in parts if offload]
         self.policy.activation_checkpointing_enable()
         pipe.set_progress_bar_config(disable=True)
         pipe.vae.enable_slicing()  # image by image: four at once, at 1024 pixels, take 28 GiB
@@ -375,8 +375,8 @@ class GLMImageWrapper:
         feed, position_ids, visible = self.encode(np.repeat(prompts, group_size).tolist())
         T = position_ids.shape[2] - feed.shape[1]
         cache = transformers.StaticCache(self.policy.config.text_config, position_ids.shape[2])
-        # Luck comes from the seed of each group, not from the batch. (The noise of decode: seed.)
-        dice = [torch.Generator().manual_seed(seed + 2**32) for seed in seeds]
+        # Luck comes from the seed of each group, so that a sample does not depend on the batch.
+        dice = [torch.Generator().manual_seed(seed) for seed in seeds]
         chance = torch.cat([torch.rand(group_size, T, generator=die) for die in dice]).to(DEVICE)
         start = 0
         steps = []
