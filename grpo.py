@@ -359,7 +359,7 @@ class GLMImageWrapper:
         to V - 1. It calls the inner model, as the outer class makes positions of its own."""
         language_model, lm_head = self.ar_half
         for layer in language_model.layers:
-            layer.training = torch.is_grad_enabled()  # checkpointing; its parts stay in eval
+            layer.training = torch.is_grad_enabled() and self.config.model != "tiny"  # to recompute
         rows = slice(start, start + ids.shape[1])
         hidden = language_model(
             input_ids=ids, position_ids=position_ids[..., rows], attention_mask=visible[:, :, rows],
@@ -454,7 +454,7 @@ def read_checkpoint(folder):  # -> what save_checkpoint wrote: data alone, no co
     try:
         return dict(torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True))
     except Exception as error:
-        raise ValueError(f"--resume: {folder} holds no run: {error!r}") from error
+        raise ValueError(f"--resume: {folder} holds no run: {error!r}")
 
 class GRPOTrainer:
     """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}, targets: images or None."""
@@ -525,7 +525,7 @@ class GRPOTrainer:
         weights = list(self.lora.weights.values())
         batches = list(split_rollout(rollout, config.micro_batch_size))
         with self.lora.disabled(), torch.no_grad():
-            for batch in (batches if config.kl_coef > 0 else []):
+            for batch in batches if config.kl_coef > 0 else []:
                 batch["ref_logprobs"], _ = self.wrapper.compute_logprobs(
                     batch["prompts"], batch["tokens"], batch["allowed"])
         rows = []
@@ -582,7 +582,7 @@ class GRPOTrainer:
         if row["step"] % self.config.save_every == 0 or row["step"] == self.config.steps:
             row["reward_fixed"] = self.save_samples(f"samples_{row['step']:05d}.png")
         lines = "\n".join(json.dumps(row) for row in self.history)
-        (self.out / "metrics.jsonl").write_text(lines + "\n")
+        (self.out / "metrics.jsonl").write_text(lines)
         keys = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap reward_fixed"
         print(*[f"{key} {row[key]:<8.4g}" for key in keys.split() if key in row], flush=True)
 
