@@ -635,10 +635,10 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
     parts = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(parts.parameters(), 3e-3)
     for _ in progress(range(warmup_steps)):
-        # The policy: 30 % of 4 + 16 tokens get the colour of the prompt, the others are random.
+        # The policy: 40 % of 4 + 16 tokens get the colour of the prompt, the others are random.
         said = torch.randint(8, (8, 1))
         other = torch.randint(8, (8, 20))
-        tokens = torch.where(torch.rand(8, 20) < 0.3, said, other)
+        tokens = torch.where(torch.rand(8, 20) < 0.4, said, other)
         logprobs, _ = wrapper.compute_logprobs([f"a {list(COLORS)[i]} thing" for i in said], tokens)
         # The painter: 2 x 2 codes become squares of 16 pixels, from noise in one step.
         codes = torch.randint(8, (8, 4)).to(DEVICE)

@@ -1218,18 +1218,18 @@ def test_what_the_first_command_leaves(run):
     assert printed.count("\n") == 42
 
 def test_it_learns(run):
-    """Rewards rise by far more than luck, and so do the fixed pictures, but for one at most."""
+    """Rewards rise by far more than luck, and all fixed pictures but one at most get their colour."""
     out, _ = run
     rewards = [row["reward"] for row in rows_of(out)[1:]]
     assert np.mean(rewards[-5:]) - np.mean(rewards[:5]) > 0.15
     sheets = [Image.open(out / f"samples_{step:05d}.png") for step in (0, 40)]
     prompts, _ = grpo.load_prompts(HERE / "prompts.txt")
-    gains = []
+    scores = []
     for i, prompt in enumerate(prompts[:8]):
         pictures = [sheet.crop((i * 128, 0, i * 128 + 128, 128)) for sheet in sheets]
-        before, after = grpo.reward_color(pictures, [prompt] * 2)
-        gains.append(float(after - before))
-    assert sorted(gains)[1] > 0.05 and np.mean(gains) > 0.1
+        scores.append(grpo.reward_color(pictures, [prompt] * 2))
+    before, after = np.transpose(scores)
+    assert np.mean(after - before) > 0.1 and sorted(after)[1] > 0.85
 
 WRONG = """--group-size 1, --group-size four, --size 0, --size -64, --size 100, --size 64x100, --size 100x64, --size 64x0, --size 0x64,
     --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0, --seed -1,
