@@ -1,5 +1,5 @@
 """Tests of README.md: its code is run as it stands, and what it says about grpo.py is true."""
-import dataclasses, io, json, logging, re, shutil, socket, subprocess, sys, types, warnings
+import dataclasses, io, json, logging, random, re, shutil, socket, string, subprocess, sys, types, warnings
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
@@ -10,11 +10,10 @@ import numpy as np
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-import grpo
+import grpo, test_grpo
 from test_grpo import (
-    PROMPTS, QUICK, SMALL, WRAPPER, assert_refused, assert_same_adapters, assert_same_run, command, finished,
-    gradient_of, make_adapted, make_config, make_rollout, make_wrapper, perturb, rows_of, sampled, score,
-    start_two, wrapper)
+    QUICK, SMALL, WRAPPER, command, finished, first_command, make_adapted, make_config, make_wrapper, rows_of, run,
+    sampled, score, wrapper)
 
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
 pytestmark = pytest.mark.readme
@@ -90,18 +89,37 @@ def test_ocr_gives_right_words_1(gallery, reads, prompt, image):
     """Whatever their size, colour and place, in one line or two; and phrases in any order."""
     assert gallery.ocr([image], [prompt]) == [1]
 
-WRONG = [  # what is drawn beside "OPEN", at least, at most
-    (draw("OPEM"), 0.7, 0.8), (draw("PEN"), 0.8, 0.9), (draw("OPENS"), 0.8, 0.9),
-    (draw("CLOSED"), 0, 0.45), (draw("TAXI"), 0, 0.1), (draw("OPEN", "TAXI"), 0.6, 0.7),
-    (draw(), 0, 0), (draw(ground="black"), 0, 0)]
-
-@pytest.mark.parametrize("image, least, most", WRONG)
-def test_ocr_gives_other_words_less(gallery, reads, caplog, monkeypatch, image, least, most):
-    """A letter amiss costs a little, another word nearly all, no word everything; the log is quiet."""
+def test_ocr_table_of_the_readme(gallery, reads, caplog, monkeypatch):
+    """A letter amiss costs a little, another word nearly all, no word everything; and the log is quiet."""
     gallery.load_reader.cache_clear()
     monkeypatch.setattr(logging.getLogger("RapidOCR"), "propagate", True)
-    assert least <= gallery.ocr([image], ['a sign "OPEN"'])[0] <= most
+    table = re.findall(r'^\| (".*?" )?\| (.*?) \| (\d\.\d\d) \|$', README, re.MULTILINE)
+    assert len(table) > 10
+    told = {}
+    measured = {}
+    for prompt, text, score in table:
+        phrase = prompt or phrase
+        lines = text.replace("*nothing*", "").split(" / ")
+        told[phrase, text] = score
+        measured[phrase, text] = f"{gallery.ocr([draw(*lines)], [phrase])[0]:.2f}"
+    assert measured == told
+    assert gallery.ocr([draw(ground="black")], ['"OPEN"']) == [0]
     assert not caplog.records
+
+def test_ocr_scores_of_words_txt(gallery, reads):
+    """The right words, with one letter wrong, and those of another prompt: means over all prompts."""
+    prompts = [line for line in (HERE / "prompts.txt").read_text().splitlines() if '"' in line]
+    words = [prompt.split('"')[1] for prompt in prompts]
+    dice = random.Random(0)
+    wrong = []
+    for word in words:
+        i = dice.choice([i for i, letter in enumerate(word) if letter.isalnum()])
+        letter = dice.choice([letter for letter in string.ascii_uppercase if letter != word[i].upper()])
+        wrong.append(word[:i] + letter + word[i + 1:])
+    drawn = words, wrong, words[1:] + words[:1]
+    measured = [np.mean(gallery.ocr([draw(text, size=40) for text in texts], prompts)) for texts in drawn]
+    told = re.search(r"the\s+score\s+is (.*?)\s+for the right words, (.*?) in .*? and (.*?)\s+with", README, re.DOTALL)
+    assert [f"{score:.2f}" for score in measured] == list(told.groups())
 
 def test_ocr_has_no_opinion_without_quotes(gallery, monkeypatch):
     """It says so, and needs no package for it."""
@@ -147,10 +165,10 @@ def test_lpips_and_jpeg_by_hand(gallery, monkeypatch):
         return (x - y).abs().mean()
 
     black = Image.new("RGB", (8, 8))
-    white = Image.new("RGB", (30, 20), "white")
+    white = Image.new("RGB", (8, 8), "white")
     noisy = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 24, 3), np.uint8))
     monkeypatch.setattr(gallery, "load_lpips", lambda: distance)
-    assert gallery.lpips([black, white], ["", ""], [white, white]) == [-1, 0]
+    assert gallery.lpips([black, white], ["", ""], [white.resize((30, 20)), white]) == [-1, 0]
     file = io.BytesIO()
     noisy.save(file, "JPEG", quality=95)
     scores = gallery.jpeg([noisy, PAIR[0]], ["", ""])
@@ -313,6 +331,105 @@ def test_changes_of_the_readme(tmp_path):
     changed.GRPOTrainer(config, WRAPPER(QUICK(0), config), ["a red fox", "green"]).train()
     assert len(rows_of(tmp_path / "run")) == 2
 
+# --- The commands -------------------------------------------------------------------------------------------
+def tables(head):
+    """Rows of the README's table with this head -> lists of cells."""
+    lines = README[README.index(head):].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+def test_what_the_first_command_prints(run):
+    """The very columns that the page shows; another processor rounds otherwise, and draws other tokens."""
+    out, printed = run
+    shown = re.search(r"^step 0 .*?^step 40 .*?$", README, re.DOTALL | re.MULTILINE)[0].splitlines()
+    lines = {line.split()[1]: line.split() for line in printed.splitlines()}
+    for line in (line.split() for line in shown if line != "..."):
+        seen = lines[line[1]]
+        assert seen[::2] == line[::2]
+        for key, value, number in zip(line[::2], line[1::2], seen[1::2]):
+            assert not key.startswith("reward") or float(number) == pytest.approx(float(value), abs=0.03)
+    rewards = [row["reward"] for row in rows_of(out)[1:]]
+    for row, mean in zip(tables("| seed | 0 |")[:2], (np.mean(rewards[:5]), np.mean(rewards[-5:]))):
+        assert float(row[1]) == pytest.approx(mean, abs=0.03)
+
+def test_commands_of_the_readme(tmp_path, command):
+    """Every flag of every command of grpo.py is understood, and the toy does a step with it."""
+    for package in ("rapidocr", "onnxruntime"):
+        pytest.importorskip(package, reason="pip install rapidocr onnxruntime")
+    for name in ("my_rewards.py", "sharp.py"):
+        Path(name).write_text(readme_code(name))
+    load_module(readme_code("targets.py"), "targets")
+    shutil.copy(HERE / "prompts.txt", "words.txt")
+    lines = re.findall(r"(?:python|torchrun\b.*?) grpo\.py\b( [^`#\n]*)?", README)
+    assert len(lines) > 10
+    small = "--model tiny --size 64 --batch-size 2 --group-size 2 --steps 1"
+    for i, line in enumerate(lines):
+        ends = "--steps 2" if "RUN" in line else f"{small} --out run{i}"
+        typed = line.replace("RUN", "run0").replace("$seed", "1")
+        code, _, error = command(*typed.split(), *ends.split())
+        assert code == 0, (line, error)
+
+def test_ends_and_the_sharpness_of_two_files(tmp_path, finished, monkeypatch, capsys):
+    """What ends.py prints of a run; and the line that tries a reward on two pictures."""
+    monkeypatch.setattr(sys, "argv", ["ends.py", str(finished)])
+    load_module(readme_code("ends.py"), "ends")
+    rewards = [row["reward"] for row in rows_of(finished)[1:]]
+    ends = f"reward: first five steps {np.mean(rewards[:5]):.3f}, last five {np.mean(rewards[-5:]):.3f}\n"
+    assert capsys.readouterr().out.startswith(ends)
+    line, = re.findall(r"^python -c '(import sharp.*)'$", README, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sharp.py").write_text(readme_code("sharp.py"))
+    draw("OPEN").save("good.png")
+    draw().save("bad.png")
+    printed = subprocess.check_output([sys.executable, "-c", line], text=True, env=test_grpo.ENV)
+    good, bad = json.loads(printed)
+    assert good > 0 == bad
+
+def test_memory_table_of_the_readme(capsys):
+    """Counted anew: every row, and what the host holds."""
+    test_grpo.memory()
+    printed = capsys.readouterr().out
+    rows = tables("| size | prompts x group |")
+    assert [row for row in re.findall(r"^\| \d.*", printed, re.MULTILINE)] == [f"| {' | '.join(row)} |" for row in rows]
+    head = printed.split("\n")[0]
+    for number in ("16.6", "14.1", "32.9", "37.5"):
+        assert number in head and number in README
+    cards = tables("| what you have |")
+    for row, line in ((cards[3], rows[1]), (cards[4], rows[3])):
+        pairs = [cell.split(" / ") for cell in line[3:]]
+        least, most = (max(float(pair[k]) for pair in pairs) for k in (0, 1))
+        assert [row[2], row[3]] == [f"{peak} GiB, and about 2 for CUDA" for peak in (least, most)]
+
+def test_the_other_modes_run(monkeypatch, capsys):
+    """--bench, --ablate and depth.py, on small models: they run, and have the rows that the page shows."""
+    monkeypatch.setattr(test_grpo, "make_real", lambda device: QUICK(0))
+    monkeypatch.setattr(test_grpo, "make_tiny_pipeline", lambda seed: QUICK(seed))
+    monkeypatch.setattr(grpo, "TINY", grpo.TINY | dict(size="64", steps=5))
+    line, = re.findall(r"^python test_grpo.py --bench (--model random [^#]*)", README, re.MULTILINE)
+    test_grpo.bench([*line.split(), "--size", "64", "--guidance", "1", "--decode-steps", "1"])
+    test_grpo.ablate([0])
+    code = (HERE / ".ci/depth.py").read_text()
+    settings = re.search(r"\[\(10, .*?\]", code, re.DOTALL)[0]
+    load_module(code.replace(settings, "[(2, 0.04, 32)]"), "depth").depth()
+    printed = capsys.readouterr().out
+    groups = [row[0] for row in tables("| group | stock rollout |")]
+    assert re.findall(r"^\| (\d+) \|", printed, re.MULTILINE) == groups
+    assert list(test_grpo.ABLATIONS) == [row[0] for row in tables("| | seed 0 |")]
+    assert re.findall(r"^\| (.*?) \| \d", printed.split("| | seed 0")[1], re.MULTILINE) == list(test_grpo.ABLATIONS)
+    cells = printed.splitlines()[-1].split("|")
+    assert float(cells[6]) == 0 and float(cells[5]) < 1e-4  # a second pass over unmoved weights; fp32
+
+def test_means_of_the_readme():
+    """The last two cells of a row are mean and std of the others; and so are the numbers in the text."""
+    rows = [*tables("| seed | 0 |")[:2], *tables("| | seed 0 |")]
+    assert len(rows) > 10
+    for row in rows:
+        *values, mean, std = map(float, row[1:])
+        assert [mean, std] == pytest.approx([np.mean(values), np.std(values, ddof=1)], abs=0.0012)
+    text = re.sub(r"\s+", " ", README)
+    (*_, first, spread), (*_, last, other) = rows[:2]
+    assert f"first five steps is {first} (std {spread}), of the last five {last} (std {other})" in text
+
+# --- The page -----------------------------------------------------------------------------------------------
 def test_readme_tells_all_flags_and_their_defaults():
     """A row a flag, with the defaults of toy and GLM-Image, `2e-3 / 5e-5`; and none that is gone."""
     rows = re.findall(r"^\| `(--.*?)` \| (.*?) ?\|", README, re.MULTILINE)
