@@ -13,8 +13,7 @@ A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTr
   3. score    any function turns images into numbers; no gradient passes through a picture
   4. compare  advantage = (reward - mean) / std of its group: the group mean is the baseline
               that a value network would otherwise have to learn
-  5. update   make tokens of better images likelier and those of worse ones less, within PPO's
-              clip, at a price (KL) for leaving the base model
+  5. update   make tokens of better images likelier, within PPO's clip, near the base model (KL)
   6. log      a checkpoint, metrics, pictures of fixed prompts
 `python grpo.py` trains a toy on a laptop, or GLM-Image on a GPU with 60 GiB free. With less, down
 to 24 GB, type `--model zai-org/GLM-Image` (calculated, not measured); the host needs 38 GiB.
@@ -190,7 +189,7 @@ def load_rewards(text):  # "color=1,mine.py:sharp=.2" -> {name: (function, weigh
             except Exception as error:  # no ValueError, which main would make one line
                 raise RuntimeError(f"{path} failed") from error
         if found is None or name in rewards:
-            raise ValueError(f"--reward {part}: unknown, or twice; color, mse or file.py:function")
+            raise ValueError(f"--reward {part}: unknown, or twice; color, mse, file.py:function")
         rewards[name] = found, float(weight or 1)
     return rewards
 
@@ -581,6 +580,7 @@ class GRPOTrainer:
         row = self.history[-1]
         if row["step"] % self.config.save_every == 0 or row["step"] == self.config.steps:
             row["reward_fixed"] = self.save_samples(f"samples_{row['step']:05d}.png")
+            self.save_checkpoint()
         lines = "\n".join(json.dumps(row) for row in self.history)
         (self.out / "metrics.jsonl").write_text(lines)
         keys = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap reward_fixed"
@@ -689,9 +689,9 @@ def main(argv=None):
             trainer.load_checkpoint(config.resume)
         trainer.train()
     except KeyboardInterrupt:
-        sys.exit(f"stopped: --resume {config.out} goes on after its last whole step, if any")
-    except (ValueError, OSError) as error:
-        if "trainer" in locals() and not isinstance(error, RewardError):
+        sys.exit(f"stopped; python grpo.py --resume {config.out} goes on after its last step")
+    except (ValueError, OSError, ImportError) as error:
+        if "trainer" in locals() and not isinstance(error, (RewardError, ImportError)):
             raise  # a bug, where the traceback helps
         print("grpo.py: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)

@@ -994,6 +994,9 @@ def test_resume_is_bit_for_bit(finished, tmp_path):
     assert_same_run(finished, out)
     trainer = resume_lucky(out, lr=0.125)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.125  # what is typed wins
+    make_lucky(tmp_path / "odd", steps=1).train()  # pictures of a last step are not taken back
+    resume_lucky(tmp_path / "odd").train()
+    assert "reward_fixed" in rows_of(tmp_path / "odd")[1]
 
 def test_the_luck_of_a_reward_comes_from_seed_and_step(tmp_path):
     """Else a resumed run, or one with pictures in between, would go on with other rewards."""
@@ -1077,7 +1080,7 @@ def test_two_gpus_do_what_one_does(tmp_path, command):
     (tmp_path / "quick.py").write_text(
         "import functools, __main__ as grpo\ncolor = grpo.reward_color\n"
         "grpo.make_tiny_pipeline = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)\n")
-    flags = "--scale-rewards batch --num-iterations 2 --lr 1e-3 --kl-coef 0.1 --max-grad-norm 1e-3"
+    flags = "--scale-rewards batch --num-iterations 2 --lr 1e-3 --kl-coef 0.1 --max-grad-norm 1e-3 --save-every 1"
     argv = [*SMALL, *flags.split()]
     torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(), HERE / "grpo.py"]
     process = subprocess.Popen([*torchrun, *argv, *"--reward quick.py:color --out two --steps 2".split()],
@@ -1135,7 +1138,7 @@ def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(tmp_path):
     process = start(tmp_path, *SMALL, "--out", "run", "--save-every", "99", before=press)
     assert end(process) == 1
     log = (tmp_path / "log").read_text()
-    assert log.endswith("stopped: --resume run goes on after its last whole step, if any\n")
+    assert log.endswith("stopped; python grpo.py --resume run goes on after its last step\n")
     assert "Traceback" not in log and step_of(tmp_path / "run") == 2
 
 def kill_in_write(when, share):
@@ -1290,12 +1293,13 @@ def test_bad_input_gets_one_line_and_exit_code_2(bad_files, command, monkeypatch
     assert_refused((outcome[0], outcome[1], outcome[2].replace("_", "-")), word)
     assert sorted(bad_files.rglob("*")) == before
 
-@pytest.mark.parametrize("values", ["[0.5]", "[0.5] * 5", "[0.5, -math.inf] * 2", "[math.nan] * 4", "[None, math.nan] * 2"])
+@pytest.mark.parametrize("values", ["[0.5]", "[0.5] * 5", "[0.5, -math.inf] * 2", "[math.nan] * 4", "[None, math.nan] * 2",
+                                    "__import__('bad_package')"])
 def test_a_reward_without_numbers_gets_one_line_and_exit_code_2(command, values):
-    """A NaN taken for "no opinion" would leave only the KL to train, silently; and the checkpoint stays."""
+    """A NaN taken for "no opinion" would leave only the KL to train; a missing package is one line too. No step is lost."""
     code = f"import math\ndef bad(images, *_): return {values} if len(images) == 4 else [1.0] * len(images)"
     Path("mine.py").write_text(code)
-    assert_refused(command(*SMALL, "--reward", "mine.py:bad", "--out", "run"), "mine.py:bad")
+    assert_refused(command(*SMALL, "--reward", "mine.py:bad", "--out", "run"), "bad")
     assert step_of(Path("run")) == 0
 
 @pytest.mark.parametrize("code", ["1 / 0", "float('x')", "open('nowhere')"])
