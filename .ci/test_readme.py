@@ -405,6 +405,7 @@ def test_the_other_modes_run(monkeypatch, capsys):
     monkeypatch.setattr(test_grpo, "make_real", lambda device: QUICK(0))
     monkeypatch.setattr(test_grpo, "make_tiny_pipeline", lambda seed: QUICK(seed))
     monkeypatch.setattr(grpo, "TINY", grpo.TINY | dict(size="64", steps=5))
+    monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.ERROR)
     line, = re.findall(r"^python test_grpo.py --bench (--model random [^#]*)", README, re.MULTILINE)
     test_grpo.bench([*line.split(), "--size", "64", "--guidance", "1", "--decode-steps", "1"])
     names = list(test_grpo.ABLATIONS)
