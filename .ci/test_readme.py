@@ -122,7 +122,7 @@ def test_ocr_scores_of_words_txt(gallery, reads):
         wrong.append(word[:i] + letter + word[i + 1:])
     drawn = words, wrong, words[1:] + words[:1]
     measured = [np.mean(gallery.ocr([draw(text, size=40) for text in texts], prompts)) for texts in drawn]
-    told = re.search(r"the\s+score\s+is (.*?)\s+for the right words, (.*?) in .*? and (.*?)\s+with", README, re.DOTALL)
+    told = re.search(r"the\s+score\s+is (.*?)\s+for the right words, (.*?) on average .*? and (.*?)\s+with", README, re.DOTALL)
     assert [f"{score:.2f}" for score in measured] == list(told.groups())
 
 def test_ocr_has_no_opinion_without_quotes(gallery, monkeypatch):
@@ -398,7 +398,7 @@ def test_memory_table_of_the_readme(capsys):
     for row, line in ((cards[2], rows[1]), (cards[3], rows[3])):
         pairs = [cell.split(" / ") for cell in line[3:]]
         least, most = (max(float(pair[k]) for pair in pairs) for k in (0, 1))
-        assert [row[2], row[3]] == [f"{peak} GiB, and about 2 for CUDA" for peak in (least, most)]
+        assert [row[2], row[3]] == [f"{peak} GiB + about 2 for CUDA" for peak in (least, most)]
 
 def test_the_other_modes_run(monkeypatch, capsys):
     """--bench, --ablate and depth.py, on small models: they run, and have the rows that the page shows."""
