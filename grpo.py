@@ -580,7 +580,7 @@ class GRPOTrainer:
         row = self.history[-1]
         if row["step"] % self.config.save_every == 0 or row["step"] == self.config.steps:
             row["reward_fixed"] = self.save_samples(f"samples_{row['step']:05d}.png")
-            self.save_checkpoint()
+            self.save_checkpoint()  # now with reward_fixed
         lines = "\n".join(json.dumps(row) for row in self.history)
         (self.out / "metrics.jsonl").write_text(lines)
         keys = "step reward reward_std loss kl clip_frac entropy grad_norm sampler_gap reward_fixed"
