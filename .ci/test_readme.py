@@ -385,10 +385,21 @@ def test_ends_and_the_sharpness_of_two_files(tmp_path, finished, monkeypatch, ca
     good, bad = json.loads(printed)
     assert good > 0 == bad
 
-def test_memory_table_of_the_readme(capsys):
+@pytest.fixture(scope="session", autouse=True)
+def counted(request):
+    """`python test_grpo.py --memory` takes a minute: it runs beside the other tests."""
+    if not any(item.name == "test_memory_table_of_the_readme" for item in request.session.items):
+        yield
+        return
+    argv = [sys.executable, HERE / "test_grpo.py", "--memory"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=test_grpo.ENV) as process:
+        yield process
+        process.kill()
+
+def test_memory_table_of_the_readme(counted):
     """Counted anew: every row, and what the host holds."""
-    test_grpo.memory()
-    printed = capsys.readouterr().out
+    printed, _ = counted.communicate(timeout=600)
+    assert counted.returncode == 0
     rows = tables("| size | prompts x group |")
     assert [row for row in re.findall(r"^\| \d.*", printed, re.MULTILINE)] == [f"| {' | '.join(row)} |" for row in rows]
     head = printed.split("\n")[0]
