@@ -691,7 +691,7 @@ def main(argv=None):
     except KeyboardInterrupt:
         sys.exit(f"stopped; python grpo.py --resume {config.out} goes on after its last step")
     except (ValueError, OSError, ImportError) as error:
-        if "trainer" in locals() and not isinstance(error, (RewardError, ImportError)):
+        if "trainer" in locals() and not isinstance(error, (RewardError, ModuleNotFoundError)):
             raise  # a bug, where the traceback helps
         print("grpo.py: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)

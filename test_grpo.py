@@ -1309,7 +1309,7 @@ def test_a_broken_file_of_rewards_keeps_its_traceback(command, code):
     with pytest.raises(RuntimeError, match="broken.py"):
         command("--model", "tiny", "--reward", "broken.py:sharp")
 
-@pytest.mark.parametrize("error", ["ValueError", "OSError", "KeyError"])
+@pytest.mark.parametrize("error", ["ValueError", "OSError", "KeyError", "ImportError"])
 def test_a_bug_in_training_keeps_its_traceback(command, error):
     """In a reward, or in a loss that is being changed: one line would not say where it is."""
     Path("mine.py").write_text(f"def bad(images, *_): raise {error}('here')")
