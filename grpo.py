@@ -15,7 +15,7 @@ A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTr
               that a value network would otherwise have to learn
   5. update   make tokens of better images likelier, within PPO's clip, near the base model (KL)
   6. log      metrics, pictures of fixed prompts, a checkpoint
-`python grpo.py` trains a toy on a laptop, or GLM-Image on a GPU with 60 GiB of memory or more.
+`python grpo.py` trains a toy on a laptop, or GLM-Image where a GPU has 60 GiB of memory or more.
 With less, down to 24 GB, type `--model zai-org/GLM-Image` (counted, not measured).
 
 Axes: P prompts, G samples of each, N = P * G in the order p0 p0 .. p1 p1 .., B in a micro-batch;
@@ -85,9 +85,9 @@ class Config:
             raise ValueError(f"--batch_size must be a multiple of the {WORLD_SIZE} GPUs")
         if self.resume is not None:
             saved = read_checkpoint(self.resume)["config"]
-            for name in ("model", "lora_rank", "seed"):  # or it would be another run
-                if saved[name] != getattr(self, name):
-                    raise ValueError(f"--resume: that run has --{name} {saved[name]}")
+            now = dataclasses.asdict(self)
+            if any(saved[name] != now[name] for name in ("model", "seed", "lora_rank")):
+                raise ValueError("--resume: the run has another --model, --seed or --lora_rank")
         self.out = self.resume or self.out or time.strftime("runs/%Y%m%d-%H%M%S")
 
 # --- The maths: pure functions of tensors --------------------------------------------------------
@@ -160,9 +160,7 @@ def sample_codes(logprobs, chance):
 
 # --- The trainer: the loop, then what a turn of it consists of -----------------------------------
 class GRPOTrainer:
-    """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}, targets: images or None.
-
-    A run that config.resume names goes on after its last step."""
+    """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}, targets: images or None."""
     def __init__(self, config, wrapper, prompts, rewards=None, targets=None):
         self.config = config
         self.wrapper = wrapper
@@ -215,6 +213,7 @@ class GRPOTrainer:
         rewards, metrics = compute_rewards(images, prompts, targets, self.rewards)
         std = rewards.view(-1, config.group_size).std(1)  # [P]
         metrics["reward_std"] = std.mean().item()
+        metrics["frac_zero_std"] = (std < 1e-6).float().mean().item()  # groups that teach nothing
         return dict(prompts=prompts, images=images, tokens=tokens, logprobs=logprobs,
                     nuclei=nuclei, rewards=rewards), metrics
 
@@ -400,8 +399,7 @@ def compute_rewards(images, prompts, targets, rewards):
     for name, (function, weight) in rewards.items():
         copies = [image.copy() for image in images]  # a reward may draw on its own
         values = list(function(copies, prompts, targets))
-        numbers = [math.nan if value is None else float(value) for value in values]
-        scores = torch.tensor(numbers)
+        scores = torch.tensor([float("nan" if value is None else value) for value in values])
         if len(scores) != len(images) or not scores.isfinite().all():
             raise ValueError(f"the reward {name} gave not {len(images)} finite numbers: {values}")
         metrics[f"reward/{name}"] = scores.mean().item()
@@ -496,11 +494,11 @@ class GLMImageWrapper:
         self.on_gpu = None  # with offloading: the half that works
         self.cpu_copies = {}  # half -> its tensors, each with its copy on the CPU
         for half in (self.ar_half, self.dit_half):
-            half.requires_grad_(False).eval()
-            if self.offload:
-                self.keep_on_cpu(half)
-            else:
-                half.to(DEVICE)
+            half.requires_grad_(False).eval().to("cpu" if self.offload else DEVICE)
+            if self.offload and CUDA:
+                half._apply(torch.Tensor.pin_memory)  # like `.to`; a GPU reads pinned memory fast
+            tensors = [*half.parameters(), *half.buffers()]
+            self.cpu_copies[half] = [(tensor, tensor.data) for tensor in tensors]
 
     @classmethod
     def from_pretrained(cls, path, config):
@@ -615,13 +613,6 @@ class GLMImageWrapper:
         language_model.eval()
         codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
         return lm_head(hidden)[..., :codebook_size].float() / self.temperature
-
-    def keep_on_cpu(self, half):
-        """Offloading: where a half waits. A GPU reads pinned memory fast."""
-        self.cpu_copies[half] = []
-        for tensor in [*half.parameters(), *half.buffers()]:
-            tensor.data = tensor.data.pin_memory() if CUDA else tensor.data
-            self.cpu_copies[half].append((tensor, tensor.data))
 
     def move_to_gpu(self, half):
         """With offloading, the other half leaves the GPU and this one comes. Both are frozen, so
