@@ -497,8 +497,9 @@ class GLMImageWrapper:
             half.requires_grad_(False).eval().to("cpu" if self.offload else DEVICE)
             if self.offload and CUDA:
                 half._apply(torch.Tensor.pin_memory)  # like `.to`; a GPU reads pinned memory fast
-            tensors = [*half.parameters(), *half.buffers()]
-            self.cpu_copies[half] = [(tensor, tensor.data) for tensor in tensors]
+            if self.offload:
+                tensors = [*half.parameters(), *half.buffers()]
+                self.cpu_copies[half] = [(tensor, tensor.data) for tensor in tensors]
 
     @classmethod
     def from_pretrained(cls, path, config):
