@@ -120,8 +120,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     N = len(new_logprobs)
     if advantages.dim() != 1 or len(advantages) != N:  # else they pair up with other samples
         raise ValueError(f"advantages must be [{N}], as the rows of log-probs: {advantages.shape}")
-    new = new_logprobs.float().view(N, -1)  # [N, T], or [N, 1]
-    old = old_logprobs.detach().view_as(new)
+    new = new_logprobs.float().reshape(N, -1)  # [N, T], or [N, 1]
+    old = old_logprobs.detach().reshape_as(new)
     A = advantages.detach().to(new)[:, None]  # [N, 1]
     ratio = (new - old).exp()
     unclipped = ratio * A
@@ -131,7 +131,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     metrics = dict(policy_loss=loss, ratio_mean=ratio.mean(), ratio_max=ratio.max())
     metrics["clip_frac"] = (clipped < unclipped).float().mean()  # share that the clip has stopped
     if ref_logprobs is not None:
-        delta = ref_logprobs.detach().view_as(new) - new
+        delta = ref_logprobs.detach().reshape_as(new) - new
         delta = delta.clamp(max=20)  # an outlier would overflow; it gets no gradient
         metrics["kl"] = (torch.expm1(delta) - delta).mean()  # expm1 is accurate near 0
         loss = loss + kl_coef * metrics["kl"]
