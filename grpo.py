@@ -2,21 +2,18 @@
 
 GLM-Image draws in two halves: an autoregressive transformer (AR, 9 B) writes visual tokens, and a
 diffusion transformer (DiT, 7 B) paints them. Here the AR half learns what to draw:
-
     prompt ---> AR ---- tokens ---> DiT + VAE ---> image ---> reward ---> advantage
               trained                frozen              any function    z-score in the group
                  ^--------------- update: a clipped policy gradient <---------+
-
 A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTrainer.train`:
   1. sample   the policy, AR + LoRA, draws G token sequences per prompt; each token is an action
   2. decode   the frozen DiT paints them; all G of a prompt, a group, start from the same noise
   3. score    any function turns images into numbers; no gradient passes through a picture
-  4. compare  advantage = (reward - mean) / std of its group: the group mean is the baseline
-              that a value network would otherwise have to learn
+  4. compare  advantage = (reward - mean) / std of its group: no value network is needed
   5. update   make tokens of better images likelier, within PPO's clip, near the base model (KL)
   6. log      metrics, pictures of fixed prompts, a checkpoint
-`python grpo.py` trains a toy on a laptop, or GLM-Image where a GPU has 60 GiB of memory or more.
-With less, down to 24 GB, type `--model zai-org/GLM-Image` (counted, not measured).
+`python grpo.py` trains a toy on a laptop, or GLM-Image where a GPU has 60 GiB of memory or more;
+`--model zai-org/GLM-Image` fits 24 GB (counted, not measured).
 
 Axes: P prompts, G samples of each, N = P * G in the order p0 p0 .. p1 p1 .., B in a micro-batch;
 L prompt tokens, padded on the left; T image tokens, each one of V codes: a small draft first, then
@@ -70,8 +67,7 @@ class Config:
     seed: int = 0  # of everything random
     out: str = None  # a new folder for the run; None: runs/<date-time>
 
-    def __post_init__(self):
-        """ValueError for what cannot be right, before a model is loaded."""
+    def __post_init__(self):  # a ValueError here comes before a model is loaded
         lowest = dict(lr=0, clip_range=0, clip_range_high=0, kl_coef=0, guidance=0, seed=0,
                       group_size=2, max_grad_norm=1e-9, temperature=0.01, top_p=0.01)
         for name, value in vars(self).items():
@@ -85,7 +81,7 @@ class Config:
             raise ValueError(f"--batch_size must be a multiple of the {WORLD_SIZE} GPUs")
         if self.resume is not None:
             saved = read_checkpoint(self.resume)["config"]
-            now = dataclasses.asdict(self)
+            now = vars(self)
             if any(saved[name] != now[name] for name in ("model", "seed", "lora_rank")):
                 raise ValueError("--resume: the run has another --model, --seed or --lora_rank")
         self.out = self.resume or self.out or time.strftime("runs/%Y%m%d-%H%M%S")
@@ -94,14 +90,13 @@ class Config:
 def compute_advantages(rewards, group_size, scale="group"):
     """How much better each sample is than its group: A = (r - mean of its group) / (std + 1e-6).
     rewards [N], ordered by group -> advantages [N], fp32. The std is unbiased; scale "none" does
-    not divide by it (Dr. GRPO, 2503.20783). Equal rewards get exactly 0: such a group teaches
-    nothing, and only the KL acts on it. ValueError if the rewards are not finite or no groups."""
-    rewards = torch.as_tensor(rewards).float()
+    not divide by it (Dr. GRPO, 2503.20783). Equal rewards get exactly 0 and teach nothing."""
+    rewards = torch.as_tensor(rewards).double()  # in double, a mean of equal fp32 numbers is exact
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
     if scale not in ("group", "none"):
         raise ValueError(f'scale is "group" or "none", not {scale!r}')
-    groups = rewards.double().view(-1, group_size)  # [P, G]; in double, sums of fp32 are exact
+    groups = rewards.view(-1, group_size)  # [P, G]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         advantages /= groups.std(1, keepdim=True) + 1e-6
@@ -117,10 +112,9 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     Why the loss may be 0: with one update per rollout old equals new, every ratio is 1, and
     policy_loss is -mean(A), 0 over whole groups. The gradient is not 0: that of ratio * A at
     ratio 1 is A * grad(new), REINFORCE with a baseline."""
-    N = len(new_logprobs)
-    if advantages.dim() != 1 or len(advantages) != N:  # else they pair up with other samples
-        raise ValueError(f"advantages must be [{N}], as the rows of log-probs: {advantages.shape}")
-    new = new_logprobs.float().reshape(N, -1)  # [N, T], or [N, 1]
+    if advantages.shape != new_logprobs.shape[:1]:  # else they meet the tokens of other samples
+        raise ValueError(f"advantages must be [N], one for each row: {advantages.shape}")
+    new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     old = old_logprobs.detach().reshape_as(new)
     A = advantages.detach().to(new)[:, None]  # [N, 1]
     ratio = (new - old).exp()
@@ -142,10 +136,9 @@ def compute_policy_logprobs(logits, nucleus=None):
     """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
     logits [.., V], already divided by the temperature, fp32 (a bf16 log-prob of -9 is off by 0.03);
     nucleus [.., V], bool: the codes that top-p leaves, or None for all -> log-probs [.., V].
-    The trap of top-p: pi(code) = softmax(code) / (sum of the softmax over the nucleus). A trainer
-    that leaves out the division, or finds the nucleus anew, improves another policy than the one
-    that was sampled. So the sampler keeps its nuclei, and all log-probs, the reference's too, are
-    inside them (DeepSeek-V3.2, 2512.02556)."""
+    The trap of top-p: pi(code) = softmax(code) / (sum of the softmax over the nucleus). Who leaves
+    out the division, or finds the nucleus anew, improves another policy than the one that sampled.
+    So the sampler keeps its nuclei, for all log-probs, the reference's too (2512.02556)."""
     if nucleus is not None:
         logits = logits.masked_fill(~nucleus.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
@@ -191,8 +184,8 @@ class GRPOTrainer:
             self.log(step, metrics)  # 6. log
 
     def draw_prompts(self, step):
-        """-> which prompts this GPU takes, and a seed for each group. They follow from the seed of
-        the run and the step alone, so a resumed run has no random state to restore."""
+        """-> indices of this GPU's prompts, a seed for each. They depend on seed and step alone, so
+        a resumed run has no random state to restore."""
         config = self.config
         rng = np.random.default_rng([config.seed, step])
         too_few = len(self.prompts) < config.batch_size
@@ -204,12 +197,11 @@ class GRPOTrainer:
         """Steps 1 to 3, on the prompts of this GPU -> {key: N values}, metrics."""
         config = self.config
         chosen, seeds = self.draw_prompts(step)
-        group_prompts = [self.prompts[i] for i in chosen]  # P
-        images, tokens, logprobs, nuclei = self.wrapper.generate_with_tracking(
-            group_prompts, config.group_size, seeds)
         rows = np.repeat(chosen, config.group_size)  # N: p0 p0 .. p1 p1 ..
         prompts = [self.prompts[i] for i in rows]
         targets = [self.targets[i] for i in rows]
+        images, tokens, logprobs, nuclei = self.wrapper.generate_with_tracking(
+            prompts[::config.group_size], config.group_size, seeds)
         rewards, metrics = compute_rewards(images, prompts, targets, self.rewards)
         std = rewards.view(-1, config.group_size).std(1)  # [P]
         metrics["reward_std"] = std.mean().item()
@@ -249,28 +241,26 @@ class GRPOTrainer:
 
     @torch.no_grad()
     def add_ref_logprobs(self, batches):
-        """Log-probs of the reference, which is the policy with its adapters off: no second model."""
+        """The reference is the policy with its adapters off, so no second model is needed."""
         with self.lora.disabled():
             for batch in batches:
                 batch["ref_logprobs"], _ = self.wrapper.compute_logprobs(
                     batch["prompts"], batch["tokens"], batch["nuclei"])
 
     def update_weights(self):
-        """One step of AdamW with the gradients of all GPUs -> metrics."""
+        """A step of AdamW -> metrics."""
         weights = list(self.lora.weights.values())
         if WORLD_SIZE > 1:
             for weight in weights:
                 torch.distributed.all_reduce(weight.grad)  # a sum, as each GPU had its share
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, self.config.max_grad_norm)
-        skipped = not grad_norm.isfinite()
-        if not skipped:  # a NaN would stay in Adam's moments
+        if grad_norm.isfinite():  # a NaN would stay in Adam's moments
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return dict(grad_norm=grad_norm.item(), skipped=float(skipped))
+        return dict(grad_norm=grad_norm.item(), skipped=float(not grad_norm.isfinite()))
 
     def log(self, step, metrics):
-        """Step 6. The checkpoint comes last and holds the whole step: whatever ends a run before,
-        an error in a reward or a power cut, costs this step alone."""
+        """Step 6. The checkpoint comes last: whatever ends a run before costs this step alone."""
         metrics["gpu_gib_max"] = torch.cuda.max_memory_allocated() / 2**30
         rows = [metrics] * WORLD_SIZE
         if WORLD_SIZE > 1:
@@ -281,8 +271,8 @@ class GRPOTrainer:
             return
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
-        lines = [json.dumps(row) + "\n" for row in self.history]
-        Path(self.out, "metrics.jsonl").write_text("".join(lines))
+        lines = "\n".join(map(json.dumps, self.history))
+        Path(self.out, "metrics.jsonl").write_text(lines + "\n")
         self.save_checkpoint()
         keys = "step reward reward_std loss kl entropy grad_norm sampler_gap_max".split()
         if row["skipped"]:
@@ -290,8 +280,7 @@ class GRPOTrainer:
         print(*[f"{key} {row[key]:<8.4g}" for key in keys if key in row], flush=True)
 
     def save_samples(self, step):
-        """Pictures of fixed prompts and seeds, so that only training changes them, and beside them
-        the adapter that drew them, to go back to."""
+        """Pictures of fixed prompts and seeds, and the adapter that drew them, to go back to."""
         prompts = self.prompts[:8]
         images, *_ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))
         grid = diffusers.utils.make_image_grid(images, 1, len(images))
@@ -300,14 +289,14 @@ class GRPOTrainer:
 
     def save_checkpoint(self):
         """Written aside, then renamed: a kill in the middle leaves the file of the step before."""
-        state = dict(config=dataclasses.asdict(self.config), history=self.history,
+        state = dict(config=vars(self.config), history=self.history,
                      adapter=self.lora.weights, optimizer=self.optimizer.state_dict())
         unfinished = self.out / "checkpoint.part"
         torch.save(state, unfinished)
         unfinished.replace(self.out / "checkpoint.pt")
 
     def load_checkpoint(self, folder):
-        """Adapters, Adam's moments and history of a run; the learning rate is that of the config."""
+        """Adapters, moments and history of a run; the learning rate is that of the config."""
         state = read_checkpoint(folder)
         self.history = state["history"]
         self.optimizer.load_state_dict(state["optimizer"])
@@ -330,12 +319,11 @@ def merge_rows(rows):
     return merged
 
 def read_checkpoint(folder):
-    """What save_checkpoint wrote. `weights_only` runs no code that a file may hold, and `mmap` reads
-    no tensor before it is used: the settings alone are wanted before a model is loaded."""
+    """What save_checkpoint wrote. `weights_only` runs no code that a file may hold; `mmap` reads no
+    tensor before it is used, as only the settings are wanted before a model is loaded."""
+    file = Path(folder, "checkpoint.pt")
     try:
-        file = Path(folder, "checkpoint.pt")
-        state = torch.load(file, "cpu", weights_only=True, mmap=True)
-        return dict(state)
+        return dict(torch.load(file, "cpu", weights_only=True, mmap=True))
     except Exception as error:
         raise ValueError(f"--resume: {folder} holds no run: {error!r}")
 
@@ -385,15 +373,14 @@ def load_rewards(text):
             function = run_once(file).get(function_name)
         weight = float(weight or 1)
         if function is None or name in rewards or not math.isfinite(weight):
-            raise ValueError(f"--reward {part}: unknown, twice, or with a weight that is no number;"
-                             " known are color, mse and file.py:function")
+            raise ValueError(f"--reward {part}: not color, mse, file.py:function, or twice")
         rewards[name] = function, weight
     return rewards
 
 @torch.no_grad()
 def compute_rewards(images, prompts, targets, rewards):
     """{name: (function, weight)} -> the weighted sum [N], and {metric: float}, the means.
-    ValueError unless each image gets a finite number: a broken reward would train silently."""
+    ValueError unless each image gets a finite number, or a broken reward would train nothing."""
     total = torch.zeros(len(images))
     metrics = {}
     for name, (function, weight) in rewards.items():
@@ -474,9 +461,9 @@ class LoRA:
 #   4. The DiT wants each code four times, as 2 x 2: its patches have 16 x 16 pixels.
 #   5. Of the prompt the DiT reads only words in quotation marks, letter by letter (glyphs).
 class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy. All chance comes from the seeds that it is given.
-    A model of your own needs what the trainer uses: `policy` (gets the adapters), `TARGETS` (a
-    regex for its linear layers), `sample`, `compute_logprobs`, `decode`, `generate_with_tracking`."""
+    """A `GlmImagePipeline` as a policy. All chance comes from the seeds that it is given. A model
+    of your own needs what the trainer uses: `policy` (gets the adapters), `TARGETS` (a regex for
+    its linear layers), `compute_logprobs` and `generate_with_tracking`."""
     TARGETS = r"model\.language_model\.layers\.\d+\.\w+\.([qkvo]|gate_up|down)_proj"
 
     def __init__(self, pipe, config):
@@ -561,7 +548,7 @@ class GLMImageWrapper:
         h = config.height // 32
         w = config.width // 32
         large = tokens[:, -h * w:].to(DEVICE).view(-1, h, w)
-        codes = torch.kron(large, large.new_ones(1, 2, 2)).flatten(1)  # each code as 2 x 2
+        codes = large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # each as 2 x 2
         groups = list(zip(prompts, codes.chunk(len(prompts)), seeds, strict=True))
         images = []
         for prompt, group, seed in progress(groups, "decode"):
@@ -576,13 +563,14 @@ class GLMImageWrapper:
         return images
 
     def generate_with_tracking(self, prompts, group_size, seeds):
-        """Steps 1 and 2 -> images, and what a trainer must know of them: tokens, logprobs, nuclei."""
+        """Steps 1 and 2 -> images, and what a trainer must know of them: tokens, logprobs and
+        nuclei."""
         tokens, logprobs, nuclei = self.sample(prompts, group_size, seeds)
         return self.decode(prompts, tokens, seeds), tokens, logprobs, nuclei
 
     def encode(self, prompts):
-        """-> ids [B, L], position_ids [3, B, L + T] and visible [B, 1, L + T, L + T], bool: may a
-        position (row) look at another (column)? At itself and at what stands before it."""
+        """-> ids [B, L], position_ids [3, B, L + T] and visible [B, 1, L + T, L + T], bool: which
+        columns may a row look at? Itself and what stands before it, but no padding."""
         texts = [dict(type="text", text=prompt) for prompt in prompts]
         chats = [[dict(role="user", content=[text])] for text in texts]
         settings = dict(target_h=self.config.height, target_w=self.config.width,
@@ -601,12 +589,12 @@ class GLMImageWrapper:
         return inputs.input_ids, position_ids, visible
 
     def forward(self, ids, position_ids, visible, start=0, cache=None):
-        """ids [B, n], fed at the positions from start on -> logits [B, n, V] of the codes. It calls
-        the inner model, as the outer one would make positions of its own."""
+        """ids [B, n], at the positions from start on -> logits [B, n, V]. It calls the inner model,
+        as the outer one would make positions of its own."""
         language_model, lm_head = self.ar_half
         rows = slice(start, start + ids.shape[1])
-        # There is no dropout: all that training mode does is to save memory, as activations are
-        # computed again in the backward pass. Left on, it would switch off the pipeline's cache.
+        # There is no dropout. Training mode only makes the backward pass compute activations again,
+        # which saves memory; left on, it would switch off the cache of the stock pipeline.
         language_model.train(torch.is_grad_enabled())
         hidden = language_model(
             input_ids=ids, position_ids=position_ids[..., rows], attention_mask=visible[:, :, rows],
@@ -616,8 +604,8 @@ class GLMImageWrapper:
         return lm_head(hidden)[..., :codebook_size].float() / self.temperature
 
     def move_to_gpu(self, half):
-        """With offloading, the other half leaves the GPU and this one comes. Both are frozen, so
-        nothing is ever copied back."""
+        """With offloading, the other half leaves and this one comes. As both are frozen, nothing
+        is ever copied back."""
         if self.offload and half is not self.on_gpu:
             for tensor, cpu_copy in sum(self.cpu_copies.values(), []):
                 tensor.data = cpu_copy
@@ -650,8 +638,8 @@ def make_faster(pipe, config):
     """What makes the real model smaller or faster on a GPU, and changes no result."""
     # The VAE works image by image: four at once, at 1024 pixels, take 28 GiB.
     pipe.vae.enable_slicing()
-    # The DiT's rotary tables depend on the size alone, of latents H/8 x W/8. They are made once,
-    # as the DiT itself makes them on the CPU in every call, with 120 copies that block the GPU.
+    # The DiT makes its rotary tables anew in each call, in 120 copies from the CPU that block the
+    # GPU. They depend on the size alone, of latents H/8 x W/8, so they are made once.
     latents = torch.empty(1, 1, config.height // 8, config.width // 8)
     tables = [table.to(DEVICE) for table in pipe.transformer.rope(latents)]
     pipe.transformer.forward = functools.partial(pipe.transformer.forward, image_rotary_emb=tables)
@@ -659,9 +647,9 @@ def make_faster(pipe, config):
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 # --- The toy: the real classes with 0.7 M weights, fitted in seconds -----------------------------
-# It cheats three times, so that a laptop sees it learn: its 8 codes are the COLORS, it knows no word
-# but their names; its painter is fitted beforehand to paint a code as a square of its colour; and so
-# is its policy, to take the prompt's colour for 40 % of its tokens. GRPO does the rest.
+# It cheats three times, so that a laptop sees it learn. Its words are its codes: the 8 COLORS. Its
+# painter is fitted beforehand, to paint a code as a square of its colour. And its policy already
+# knows 40 %: so many of its tokens have the colour that the prompt names. GRPO does the rest.
 TINY = dict(model="tiny", steps=40, micro_batch_size=16, lr=2e-3, lora_rank=16, width=128,
             height=128, decode_steps=1, guidance=1.0, offload="off")
 
@@ -696,12 +684,12 @@ def make_tiny_models(words=COLORS):
         up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4, layers_per_block=0,
         mid_block_add_attention=False, latent_channels=16, norm_num_groups=1,
         latents_mean=[0.0] * 16, latents_std=[1.0] * 16)
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     return diffusers.GlmImagePipeline(
-        transformers.ByT5Tokenizer(), processor, t5, ar, vae, dit, scheduler)
+        transformers.ByT5Tokenizer(), processor, t5, ar, vae, dit,
+        diffusers.FlowMatchEulerDiscreteScheduler())
 
 def make_tiny_pipeline(seed=0, warmup_steps=200):
-    """The toy after its fit: a painter that shows codes as COLORS, a policy that half heeds them."""
+    """The toy after its fit, which takes some 20 seconds; all of it follows from the seed."""
     torch.manual_seed(seed)
     pipe = make_tiny_models()
     wrapper = GLMImageWrapper(pipe, Config(**TINY, batch_size=WORLD_SIZE))
