@@ -12,15 +12,15 @@ A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTr
   4. compare  advantage = (reward - mean) / std of its group: no value network is needed
   5. update   make tokens of better images likelier, within PPO's clip, near the base model (KL)
   6. log      metrics, pictures of fixed prompts, a checkpoint
-`python grpo.py` trains a toy on a laptop, or GLM-Image where a GPU has 60 GiB of memory or more;
-`--model zai-org/GLM-Image` fits 24 GB (counted, not measured).
+`python grpo.py` trains GLM-Image where a GPU has 60 GiB or more, else a toy. Of a smaller GPU
+`--model zai-org/GLM-Image` asks 24 GB, as it holds one half at a time (counted, not measured).
 
-Axes: P prompts, G samples of each, N = P * G in the order p0 p0 .. p1 p1 .., B in a micro-batch;
-L prompt tokens, padded on the left; T image tokens, each one of V codes: a small draft first, then
-the large grid, which alone is painted. One image size means one T: the loss needs no mask.
+Axes:  P prompts, G samples of each, N = P * G in the order p0 p0 .. p1 p1 .., B in a micro-batch
+       L prompt tokens, padded on the left
+       T image tokens, each one of V codes; images have one size, so one T: the loss needs no mask
 """
-import contextlib, dataclasses, functools, inspect, json, math, os
-import re, runpy, sys, time, traceback
+import argparse, contextlib, dataclasses, functools, inspect, json, math
+import os, re, runpy, sys, time, traceback
 from pathlib import Path
 from typing import Literal
 
@@ -37,33 +37,33 @@ GPU_GIB = torch.cuda.get_device_properties(0).total_memory / 2**30 if CUDA else 
 progress = functools.partial(  # a bar, where there is a terminal to show it
     tqdm.tqdm, leave=False, disable=RANK > 0 or not sys.stderr.isatty())
 
-# --- Settings: a field is a flag, and its comment the help ---------------------------------------
+# --- Settings: each field is a flag, and --help shows its comment --------------------------------
 @dataclasses.dataclass
 class Config:
-    model: str = "zai-org/GLM-Image"  # hub id, folder, or tiny, the default below 60 GiB of GPU
-    resume: str = None  # folder of a run to continue; what is typed wins over its settings
+    model: str = "zai-org/GLM-Image"  # hub id, folder, or tiny, which is the default below 60 GiB
+    resume: str = None  # folder of a run to go on in, with its settings; what is typed wins
     prompts: str = None  # text file, one prompt a line; None: prompts.txt beside this file
-    reward: str = "color"  # color, mse, file.py:function, or a sum: color=1,mine.py:sharp=.2
-    steps: int = 300  # rollouts, each followed by an update
+    reward: str = "color"  # color, mse, file.py:function, or with weights: color=1,mine.py:sharp=.2
+    steps: int = 300  # of sampling, scoring and updating
     group_size: int = 4  # images per prompt
     batch_size: int = 8  # prompts per step, of all GPUs together
     micro_batch_size: int = 1  # images decoded or updated at a time; changes memory, not results
     lr: float = 5e-5  # learning rate of AdamW
-    num_iterations: int = 1  # updates per rollout; from 2 on the clip matters
-    clip_range: float = 0.2  # a ratio is clipped at 1 minus this
-    clip_range_high: float = 0.2  # and at 1 plus this
+    num_iterations: int = 1  # updates per step; in the first, all ratios are 1
+    clip_range: float = 0.2  # ratios are clipped below at 1 - clip_range
+    clip_range_high: float = 0.2  # and above at 1 + clip_range_high
     kl_coef: float = 0.01  # price of leaving the base model; 0 computes no KL
     scale_rewards: Literal["group", "none"] = "group"  # divide advantages by the group's std
     max_grad_norm: float = 1.0  # longer gradients are shortened to this
     lora_rank: int = 32  # size of the adapters
     width: int = 512  # pixels, a multiple of 32
     height: int = 512  # pixels, a multiple of 32
-    temperature: float = None  # of the sampling; None: the model's own
-    top_p: float = None  # draw only the likeliest codes of this total; None: the model's own
+    temperature: float = None  # of the policy; None: the model's own
+    top_p: float = None  # draw from the likeliest codes that sum to this; None: the model's own
     decode_steps: int = 20  # denoising steps of the DiT
     guidance: float = 1.5  # classifier-free guidance of the DiT; 1 is off
-    offload: Literal["auto", "on", "off"] = "auto"  # on: the GPU holds AR and DiT in turn
-    save_every: int = 10  # steps between pictures with their adapter
+    offload: Literal["auto", "on", "off"] = "auto"  # on: the GPU holds one half at a time
+    save_every: int = 10  # steps between saved pictures and adapters
     seed: int = 0  # of everything random
     out: str = None  # a new folder for the run; None: runs/<date-time>
 
@@ -73,7 +73,7 @@ class Config:
         for name, value in vars(self).items():
             low = lowest.get(name, 1)
             high = 1 if name == "top_p" else 1e9
-            if isinstance(value, (int, float)) and not low <= value <= high:  # nor a NaN
+            if isinstance(value, (int, float)) and not low <= value <= high:  # a NaN fails
                 raise ValueError(f"--{name} {value}: must be from {low} to {high:g}")
         if self.width % 32 or self.height % 32:
             raise ValueError(f"--width {self.width} --height {self.height}: multiples of 32")
@@ -91,7 +91,7 @@ def compute_advantages(rewards, group_size, scale="group"):
     """How much better each sample is than its group: A = (r - mean of its group) / (std + 1e-6).
     rewards [N], ordered by group -> advantages [N], fp32. The std is unbiased; scale "none" does
     not divide by it (Dr. GRPO, 2503.20783). Equal rewards get exactly 0 and teach nothing."""
-    rewards = torch.as_tensor(rewards).double()  # in double, a mean of equal fp32 numbers is exact
+    rewards = torch.as_tensor(rewards).double()  # the mean of equal numbers is exact
     if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
         raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
     if scale not in ("group", "none"):
@@ -112,7 +112,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     Why the loss may be 0: with one update per rollout old equals new, every ratio is 1, and
     policy_loss is -mean(A), 0 over whole groups. The gradient is not 0: that of ratio * A at
     ratio 1 is A * grad(new), REINFORCE with a baseline."""
-    if advantages.shape != new_logprobs.shape[:1]:  # else they meet the tokens of other samples
+    if advantages.shape != new_logprobs.shape[:1]:  # [N, T] would broadcast silently
         raise ValueError(f"advantages must be [N], one for each row: {advantages.shape}")
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     old = old_logprobs.detach().reshape_as(new)
@@ -120,7 +120,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     ratio = (new - old).exp()
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range_high) * A
-    # Past the clip, on the side that A favours, the min is a constant: no gradient pushes further.
+    # Where a ratio is past the clip and A would push it further, the min is constant: no gradient.
     loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
     metrics = dict(policy_loss=loss, ratio_mean=ratio.mean(), ratio_max=ratio.max())
     metrics["clip_frac"] = (clipped < unclipped).float().mean()  # share that the clip has stopped
@@ -136,9 +136,9 @@ def compute_policy_logprobs(logits, nucleus=None):
     """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
     logits [.., V], already divided by the temperature, fp32 (a bf16 log-prob of -9 is off by 0.03);
     nucleus [.., V], bool: the codes that top-p leaves, or None for all -> log-probs [.., V].
-    The trap of top-p: pi(code) = softmax(code) / (sum of the softmax over the nucleus). Who leaves
-    out the division, or finds the nucleus anew, improves another policy than the one that sampled.
-    So the sampler keeps its nuclei, for all log-probs, the reference's too (2512.02556)."""
+    The trap of top-p: pi(code) = softmax(code) / (sum of the softmax over the nucleus). A trainer
+    without the division, or with a nucleus of its own, improves another policy than the one that
+    sampled. So the sampler keeps its nuclei, and the reference uses them too (2512.02556)."""
     if nucleus is not None:
         logits = logits.masked_fill(~nucleus.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
@@ -149,7 +149,7 @@ def sample_codes(logprobs, chance):
     draws for a whole batch at once: a sample must not depend on what else is in the batch."""
     mass = logprobs.double().exp().cumsum(1)
     point = chance * mass[:, -1:]  # the last sum is 1 but for rounding
-    return torch.searchsorted(mass, point, right=True)
+    return torch.searchsorted(mass, point, right=True)  # right: no code of probability 0
 
 # --- The trainer: the loop, then what a turn of it consists of -----------------------------------
 class GRPOTrainer:
@@ -197,11 +197,12 @@ class GRPOTrainer:
         """Steps 1 to 3, on the prompts of this GPU -> {key: N values}, metrics."""
         config = self.config
         chosen, seeds = self.draw_prompts(step)
+        group_prompts = [self.prompts[i] for i in chosen]  # P
+        images, tokens, logprobs, nuclei = self.wrapper.generate_with_tracking(
+            group_prompts, config.group_size, seeds)
         rows = np.repeat(chosen, config.group_size)  # N: p0 p0 .. p1 p1 ..
         prompts = [self.prompts[i] for i in rows]
         targets = [self.targets[i] for i in rows]
-        images, tokens, logprobs, nuclei = self.wrapper.generate_with_tracking(
-            prompts[::config.group_size], config.group_size, seeds)
         rewards, metrics = compute_rewards(images, prompts, targets, self.rewards)
         std = rewards.view(-1, config.group_size).std(1)  # [P]
         metrics["reward_std"] = std.mean().item()
@@ -210,8 +211,8 @@ class GRPOTrainer:
                     nuclei=nuclei, rewards=rewards), metrics
 
     def train_step(self, rollout):
-        """Step 5: one rollout -> metrics. Every sample counts by its share of all, so that neither
-        the micro-batch size nor the number of GPUs changes the gradient."""
+        """Step 5: one rollout -> metrics. The loss of a micro-batch counts by its share of all
+        samples: neither its size nor the number of GPUs changes the gradient."""
         config = self.config
         N = len(rollout["tokens"])
         batches = list(split_rollout(rollout, config.micro_batch_size))
@@ -225,7 +226,7 @@ class GRPOTrainer:
                 new_logprobs, entropy = self.wrapper.compute_logprobs(
                     batch["prompts"], batch["tokens"], batch["nuclei"])  # [B, T] each
                 # The trap of bf16: sampler and trainer round differently, their ratio is not 1.
-                # So the old log-probs are those of this first pass, kept for later iterations.
+                # So the old log-probs are not the sampler's, but those of the first pass here.
                 batch.setdefault("old_logprobs", new_logprobs.detach())
                 loss, metrics = compute_grpo_loss(
                     new_logprobs, batch["old_logprobs"], batch["advantages"], config.clip_range,
@@ -235,7 +236,7 @@ class GRPOTrainer:
                 gap = batch["logprobs"] - batch["old_logprobs"]
                 metrics["sampler_gap_max"] = gap.abs().max().item()
                 metrics["entropy"] = entropy.mean().item()
-                rows += [metrics] * len(new_logprobs)  # a row a sample: the mean is over samples
+                rows += [metrics] * len(new_logprobs)  # one for each sample, for their mean
             updates.append(self.update_weights())
         return merge_rows(rows) | merge_rows(updates)
 
@@ -260,7 +261,7 @@ class GRPOTrainer:
         return dict(grad_norm=grad_norm.item(), skipped=float(not grad_norm.isfinite()))
 
     def log(self, step, metrics):
-        """Step 6. The checkpoint comes last: whatever ends a run before costs this step alone."""
+        """Step 6. The checkpoint is written last: a crash before it loses only this step."""
         metrics["gpu_gib_max"] = torch.cuda.max_memory_allocated() / 2**30
         rows = [metrics] * WORLD_SIZE
         if WORLD_SIZE > 1:
@@ -310,7 +311,7 @@ def split_rollout(rollout, size):
         yield {key: values[start:start + size] for key, values in rollout.items()}
 
 def merge_rows(rows):
-    """Metrics of several samples or GPUs -> one row: maxima of names in _max, means of others."""
+    """Metrics of several samples or GPUs -> one row: names in _max have maxima, others means."""
     merged = {}
     for key in rows[0]:
         values = [row[key] for row in rows]
@@ -373,18 +374,19 @@ def load_rewards(text):
             function = run_once(file).get(function_name)
         weight = float(weight or 1)
         if function is None or name in rewards or not math.isfinite(weight):
-            raise ValueError(f"--reward {part}: not color, mse, file.py:function, or twice")
+            raise ValueError(f"--reward {part}: must be color, mse or file.py:function, once, "
+                             "with a finite weight")
         rewards[name] = function, weight
     return rewards
 
 @torch.no_grad()
 def compute_rewards(images, prompts, targets, rewards):
     """{name: (function, weight)} -> the weighted sum [N], and {metric: float}, the means.
-    ValueError unless each image gets a finite number, or a broken reward would train nothing."""
+    ValueError unless each image gets a finite number: a NaN would stop all learning in silence."""
     total = torch.zeros(len(images))
     metrics = {}
     for name, (function, weight) in rewards.items():
-        copies = [image.copy() for image in images]  # a reward may draw on its own
+        copies = [image.copy() for image in images]  # a reward may paint over its images
         values = list(function(copies, prompts, targets))
         scores = torch.tensor([float("nan" if value is None else value) for value in values])
         if len(scores) != len(images) or not scores.isfinite().all():
@@ -410,11 +412,11 @@ def load_prompts(path):
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained ---------------------------------------
 class LoRA:
-    """W x becomes W x + 2 B A x, with W frozen and B = 0 at first, so that nothing changes yet.
+    """W x becomes W x + 2 B A x: W is frozen, B begins at 0, and 2 is alpha / rank.
     `weights` holds A [rank, in] and B [out, rank] of the linear layers whose names fit `targets`,
     in fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight."""
     def __init__(self, model, targets, rank):
-        if hasattr(model, "lora"):  # two would add up, and no one would be the reference
+        if hasattr(model, "lora"):  # two would add up, and only one be switched off
             raise ValueError("this model has adapters already: load it anew for another trainer")
         model.lora = self
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=targets)
@@ -437,7 +439,7 @@ class LoRA:
 
     @contextlib.contextmanager
     def disabled(self):
-        """Inside `with lora.disabled():` the model is the reference, also if it is interrupted."""
+        """Inside `with lora.disabled():` the model is the reference; an error turns it back on."""
         self.enabled = False
         try:
             yield
@@ -502,7 +504,7 @@ class GLMImageWrapper:
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed for each -> tokens, logprobs [N, T], nuclei [N, T, V], bool.
-        Not `generate`, which mixes up the grids of a batch, may end early and takes 50 codes."""
+        `generate` would mix up the grids of a batch, may end early, and has a top-k of 50."""
         self.move_to_gpu(self.ar_half)
         ids, position_ids, visible = self.encode(np.repeat(prompts, group_size).tolist())
         T = position_ids.shape[2] - ids.shape[1]
@@ -555,10 +557,10 @@ class GLMImageWrapper:
             # One prompt at a time: the padding of a shorter text would change its pictures.
             glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
             for part in group.split(config.micro_batch_size):
-                noise = [torch.Generator().manual_seed(seed) for _ in part]
+                generators = [torch.Generator().manual_seed(seed) for _ in part]  # one noise
                 images += self.pipe(
                     prompt_embeds=glyphs.repeat(len(part), 1, 1), prior_token_ids=part,
-                    generator=noise, height=config.height, width=config.width,
+                    generator=generators, height=config.height, width=config.width,
                     guidance_scale=config.guidance, num_inference_steps=config.decode_steps).images
         return images
 
@@ -579,11 +581,11 @@ class GLMImageWrapper:
             chats, tokenize=True, return_dict=True, return_tensors="pt",
             processor_kwargs=settings).to(DEVICE)
         mask = inputs.attention_mask  # [B, L], 0: padding
-        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w); large is listed first
+        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w) each, for all prompts
         position_ids = build_position_ids(mask, [draft, large])  # the draft is sampled first
         T = position_ids.shape[2] - mask.shape[1]
         real = F.pad(mask.bool(), (0, T), value=True)
-        # Padding sees itself too: a row that sees nothing may become NaN on a GPU, and spread.
+        # Padding sees itself too: a softmax over nothing may be NaN on a GPU, and spread.
         itself = torch.eye(real.shape[1], dtype=torch.bool, device=DEVICE)
         visible = (real[:, None, None] | itself).tril()
         return inputs.input_ids, position_ids, visible
@@ -593,12 +595,12 @@ class GLMImageWrapper:
         as the outer one would make positions of its own."""
         language_model, lm_head = self.ar_half
         rows = slice(start, start + ids.shape[1])
-        # There is no dropout. Training mode only makes the backward pass compute activations again,
-        # which saves memory; left on, it would switch off the cache of the stock pipeline.
+        # Training mode switches on activation checkpointing (there is no dropout), and eval mode
+        # follows: in training mode the stock pipeline would not use its cache.
         language_model.train(torch.is_grad_enabled())
         hidden = language_model(
             input_ids=ids, position_ids=position_ids[..., rows], attention_mask=visible[:, :, rows],
-            past_key_values=cache, use_cache=False).last_hidden_state  # a given cache is used
+            past_key_values=cache, use_cache=False).last_hidden_state  # makes none, but fills one
         language_model.eval()
         codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
         return lm_head(hidden)[..., :codebook_size].float() / self.temperature
@@ -609,7 +611,7 @@ class GLMImageWrapper:
         if self.offload and half is not self.on_gpu:
             for tensor, cpu_copy in sum(self.cpu_copies.values(), []):
                 tensor.data = cpu_copy
-            torch.cuda.empty_cache()  # else its blocks are cut up for the half that comes
+            torch.cuda.empty_cache()  # or fragments may leave no room for this half
             for tensor, cpu_copy in self.cpu_copies[half]:
                 tensor.data = cpu_copy.to(DEVICE, non_blocking=True)
             self.on_gpu = half
@@ -648,8 +650,8 @@ def make_faster(pipe, config):
 
 # --- The toy: the real classes with 0.7 M weights, fitted in seconds -----------------------------
 # It cheats three times, so that a laptop sees it learn. Its words are its codes: the 8 COLORS. Its
-# painter is fitted beforehand, to paint a code as a square of its colour. And its policy already
-# knows 40 %: so many of its tokens have the colour that the prompt names. GRPO does the rest.
+# painter is fitted beforehand, to paint a code as a square of its colour. And its policy knows 40 %
+# of it: so many tokens of its fit have the prompt's colour. You need nothing here to learn GRPO.
 TINY = dict(model="tiny", steps=40, micro_batch_size=16, lr=2e-3, lora_rank=16, width=128,
             height=128, decode_steps=1, guidance=1.0, offload="off")
 
@@ -675,7 +677,7 @@ def make_tiny_models(words=COLORS):
         text_config=text_config, vision_config=dict(depth=0, hidden_size=16),
         vq_config=dict(embed_dim=16, num_embeddings=V),
         image_start_token_id=tokenizer.bos_token_id, image_end_token_id=tokenizer.eos_token_id,
-        image_token_id=tokenizer.convert_tokens_to_ids(marks["image_token"])))
+        image_token_id=processor.image_token_id))
     t5 = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, d_model=8, num_layers=0))
     dit = diffusers.GlmImageTransformer2DModel(
         num_layers=1, num_attention_heads=2, text_embed_dim=8, time_embed_dim=32, condition_dim=8,
@@ -692,7 +694,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
     """The toy after its fit, which takes some 20 seconds; all of it follows from the seed."""
     torch.manual_seed(seed)
     pipe = make_tiny_models()
-    wrapper = GLMImageWrapper(pipe, Config(**TINY, batch_size=WORLD_SIZE))
+    wrapper = GLMImageWrapper(pipe, Config(**TINY, batch_size=WORLD_SIZE))  # any batch size will do
     paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # the pipeline without its no_grad
     palette = 2 * torch.stack(list(COLORS.values())).to(DEVICE) - 1  # [V, 3]
     V = len(palette)
@@ -711,7 +713,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
         # The painter: 2 x 2 codes become squares of 16 x 16 pixels, from noise in one step.
         codes = torch.randint(V, (B, 4)).to(DEVICE)
         squares = F.interpolate(palette[codes].mT.unflatten(2, (2, 2)), 32)  # [B, 3, 32, 32]
-        glyphs = torch.randn(B, 1, 8).to(DEVICE)
+        glyphs = torch.randn(B, 1, 8).to(DEVICE)  # to be ignored
         latents = paint(
             pipe, prompt_embeds=glyphs, prior_token_ids=codes, height=32, width=32,
             num_inference_steps=1, guidance_scale=1.0, output_type="latent").images
@@ -725,11 +727,12 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
 def describe_flags():
     """What --help prints: the settings, each with its default and its comment."""
     settings = inspect.getsource(Config).split("class Config:")[1].split("    def ")[0]
-    return f"python grpo.py [--flag value ..]\n{settings}The toy has its own: {TINY}\n"
+    usage = "usage: python grpo.py [--group-size 4 ..]; each setting is a flag:\n"
+    return f"{usage}{settings}the toy has its own: {TINY}\n"
 
 def parse_args(argv=None):
     """-> Config. What is typed wins over the run that is resumed, or over TINY."""
-    parser = transformers.HfArgumentParser(Config, usage="")
+    parser = transformers.HfArgumentParser(Config, usage=argparse.SUPPRESS)
     parser.format_help = describe_flags  # the library's own names every flag twice
     parser.set_defaults(model=Config.model if GPU_GIB >= 60 else "tiny")
     typed = parser.parse_args(argv)
@@ -758,7 +761,7 @@ def main(argv=None):
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("gloo")  # slower than NCCL, but no dead peer hangs it
+        torch.distributed.init_process_group("gloo")  # slower than NCCL, but it ends if a process dies
     try:
         config, prompts, targets, rewards = prepare(argv)
     except (ValueError, TypeError, OSError) as error:
