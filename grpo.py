@@ -44,7 +44,7 @@ class Config:
     resume: str = None  # folder of a run to go on in, with its settings; what is typed wins
     prompts: str = None  # text file, one prompt a line; None: prompts.txt beside this file
     reward: str = "color"  # color, mse, file.py:function, or with weights: color=1,mine.py:sharp=.2
-    steps: int = 300  # of sampling, scoring and updating
+    steps: int = 300  # rollouts, with their updates
     group_size: int = 4  # images per prompt
     batch_size: int = 8  # prompts per step, of all GPUs together
     micro_batch_size: int = 1  # images decoded or updated at a time; changes memory, not results
@@ -60,7 +60,7 @@ class Config:
     height: int = 512  # pixels, a multiple of 32
     temperature: float = None  # of the policy; None: the model's own
     top_p: float = None  # draw from the likeliest codes that sum to this; None: the model's own
-    decode_steps: int = 20  # denoising steps of the DiT
+    decode_steps: int = 20  # denoising steps
     guidance: float = 1.5  # classifier-free guidance of the DiT; 1 is off
     offload: Literal["auto", "on", "off"] = "auto"  # on: the GPU holds one half at a time
     save_every: int = 10  # steps between saved pictures and adapters
@@ -172,7 +172,7 @@ class GRPOTrainer:
         config = self.config
         if RANK == 0 and not self.history:
             self.out.mkdir(parents=True)  # FileExistsError: a run is never overwritten
-            self.save_samples(0)  # of the untrained policy
+            self.save_samples(0)  # before training
         first = len(self.history) + 1
         for step in range(first, config.steps + 1):
             started = time.perf_counter()
@@ -249,7 +249,6 @@ class GRPOTrainer:
                     batch["prompts"], batch["tokens"], batch["nuclei"])
 
     def update_weights(self):
-        """A step of AdamW -> metrics."""
         weights = list(self.lora.weights.values())
         if WORLD_SIZE > 1:
             for weight in weights:
@@ -492,7 +491,6 @@ class GLMImageWrapper:
 
     @classmethod
     def from_pretrained(cls, path, config):
-        """path: hub id, folder, or tiny."""
         if path == "tiny":
             torch.set_num_threads(1)  # more are slower
             return cls(make_tiny_pipeline(config.seed), config)
@@ -550,8 +548,8 @@ class GLMImageWrapper:
         h = config.height // 32
         w = config.width // 32
         large = tokens[:, -h * w:].to(DEVICE).view(-1, h, w)
-        codes = large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)  # each as 2 x 2
-        groups = list(zip(prompts, codes.chunk(len(prompts)), seeds, strict=True))
+        codes = large.repeat_interleave(2, 1).repeat_interleave(2, 2)  # each as 2 x 2
+        groups = list(zip(prompts, codes.flatten(1).chunk(len(prompts)), seeds, strict=True))
         images = []
         for prompt, group, seed in progress(groups, "decode"):
             # One prompt at a time: the padding of a shorter text would change its pictures.
@@ -580,7 +578,7 @@ class GLMImageWrapper:
         inputs = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt",
             processor_kwargs=settings).to(DEVICE)
-        mask = inputs.attention_mask  # [B, L], 0: padding
+        mask = inputs.attention_mask  # [B, L]
         large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w) each, for all prompts
         position_ids = build_position_ids(mask, [draft, large])  # the draft is sampled first
         T = position_ids.shape[2] - mask.shape[1]
@@ -725,7 +723,6 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
 
 # --- The command line ----------------------------------------------------------------------------
 def describe_flags():
-    """What --help prints: the settings, each with its default and its comment."""
     settings = inspect.getsource(Config).split("class Config:")[1].split("    def ")[0]
     usage = "usage: python grpo.py [--group-size 4 ..]; each setting is a flag:\n"
     return f"{usage}{settings}the toy has its own: {TINY}\n"
@@ -761,7 +758,7 @@ def main(argv=None):
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("gloo")  # slower than NCCL, but it ends if a process dies
+        torch.distributed.init_process_group("gloo")  # unlike NCCL it ends if one dies
     try:
         config, prompts, targets, rewards = prepare(argv)
     except (ValueError, TypeError, OSError) as error:
