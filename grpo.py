@@ -323,7 +323,8 @@ def read_checkpoint(folder):
     tensor before it is used, as only the settings are wanted before a model is loaded."""
     file = Path(folder, "checkpoint.pt")
     try:
-        return dict(torch.load(file, "cpu", weights_only=True, mmap=True))
+        state = torch.load(file, "cpu", weights_only=True, mmap=True)
+        return {key: state[key] for key in ("config", "history", "adapter", "optimizer")}
     except Exception as error:
         raise ValueError(f"--resume: {folder} holds no run: {error!r}")
 
