@@ -1,22 +1,28 @@
 """Tests of .github/painter.md: its flow.py, identities mostly, on a toy of random weights. No network, no GPU."""
-import functools, math, re, runpy, sys, tempfile
+import functools, json, math, os, re, runpy, subprocess, sys, tempfile
 from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
 
 import diffusers, pytest, torch
 from PIL import Image
 
-ROOT = Path(__file__).parent.parent
-HERE = Path(tempfile.mkdtemp())  # the blocks of code of the page, as files
-for code in re.findall(r"```python\n(.*?)```", (ROOT / ".github/painter.md").read_text(), re.DOTALL):
-    (HERE / code.split()[1]).write_text(code)
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / ".github/painter.md").read_text()
+HERE = Path(tempfile.mkdtemp())  # the blocks of code of the page, as the page's own command writes them
+(HERE / ".github").mkdir()
+(HERE / ".github/painter.md").write_text(PAGE)
+WRITE, = re.findall(r"^awk .*", PAGE, re.MULTILINE)
+for _ in range(2):  # again: it overwrites
+    subprocess.run(WRITE, shell=True, check=True, cwd=HERE)
 sys.path[:0] = [str(HERE), str(ROOT)]
 import flow, grpo
 torch.set_num_threads(1)
 QUICK = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)  # the toy with random weights
 
 def make_wrapper(**settings):
-    """The toy of random weights: 64 wide and 128 high, 2 x 1 and 4 x 2 tokens."""
-    settings = dict(size="64x128", batch_size=2, steps=4) | settings
+    """The toy of random weights: 64 wide and 128 high, a draft of 2 x 2 tokens and then 4 x 2."""
+    settings = dict(width=64, height=128, batch_size=2, steps=4) | settings
     return grpo.GLMImageWrapper(QUICK(0), grpo.Config(**grpo.TINY | settings))
 
 def make_rollout(trainer, step=1):
@@ -32,22 +38,28 @@ def perturb(lora):
         weight.data.add_(0.1 * torch.randn_like(weight))
 
 def hide_weights(wrapper):
-    """Weights become NaN but in the half that is held, as if they were elsewhere -> the phases."""
+    """Weights become NaN but in the half that works, as if they were elsewhere -> the phases."""
     phases = []
 
-    def hold(half):
-        type(wrapper).hold(wrapper, half)
+    def move_to_gpu(half):
+        type(wrapper).move_to_gpu(wrapper, half)
         phases.append("ar" if half is wrapper.ar_half else "dit")
-        for other in wrapper.homes.keys() - {half}:
-            for weight, home in wrapper.homes[other]:
-                weight.data = home * math.nan
+        for other in wrapper.cpu_copies.keys() - {half}:
+            for weight, cpu_copy in wrapper.cpu_copies[other]:
+                weight.data = cpu_copy * math.nan
 
-    for weight, home in sum(wrapper.homes.values(), []):
-        weight.data = home * math.nan
-    wrapper.hold = hold
+    for weight, cpu_copy in sum(wrapper.cpu_copies.values(), []):
+        weight.data = cpu_copy * math.nan
+    wrapper.move_to_gpu = move_to_gpu
     return phases
 
-# --- The painter: flow.py of the README ----------------------------------------------------------
+# --- The painter -------------------------------------------------------------------------------------------
+def test_the_command_that_writes_the_files():
+    """It writes each block of Python into the file that its first line names, and no other."""
+    blocks = re.findall(r"^```python\n(# (\S+)\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    files = {path.name: path.read_text() for path in HERE.glob("*.py")}
+    assert files == {name: code for code, name in blocks} and "flow.py" in files
+
 QUOTED = ['a red fox that says "STOP HERE"', "yellow"]  # of the second no word is to be painted
 
 def shift_sigmas(pipe):
@@ -64,7 +76,7 @@ def make_painter(**settings):
 
 def make_painting(out, **settings):
     """A trainer of the painter; its adapters do something."""
-    painter = make_painter(**dict(out=str(out), max_grad_norm=1e9, size="64") | settings)
+    painter = make_painter(**dict(out=str(out), max_grad_norm=1e9, width=64, height=64) | settings)
     trainer = grpo.GRPOTrainer(painter.config, painter, QUOTED)
     perturb(trainer.lora)
     return trainer
@@ -81,7 +93,7 @@ def test_painter_at_level_0_is_the_stock_pipeline(monkeypatch, guidance):
     shift_sigmas(stock)
     for i in range(2):
         expected = stock(
-            QUOTED[i], prior_token_ids=stock._upsample_token_ids(drawn[i, 2:], 4, 2), height=128,
+            QUOTED[i], prior_token_ids=stock._upsample_token_ids(drawn[i, 4:], 4, 2), height=128,
             width=64, num_inference_steps=8, guidance_scale=guidance, output_type="latent",
             generator=torch.Generator().manual_seed(1 + i)).images
         assert (quiet[i, -1] - expected).abs().max() < 1e-5
@@ -118,16 +130,29 @@ def test_what_a_group_of_paintings_shares(monkeypatch):
     starts = [next(painter.sample_group("red", given[:1, 1:], seed))[2][0, 0] for seed in range(12)]
     assert set(map(int, starts)) == {0, 1, 2}  # the window lies in the first half of 8 steps
 
+def test_pictures_that_are_kept(monkeypatch):
+    """A group is painted with noise, and its images are its latents'; a saved picture has no noise."""
+    painter = make_painter()
+    images, *samples = painter.generate_with_tracking(QUOTED, 2, [1, 2])
+    expected = painter.sample(QUOTED, 2, [1, 2])
+    assert len(images) == 4 and all(torch.equal(*pair) for pair in zip(samples, expected, strict=True))
+    decoded = painter.decode(QUOTED, samples[0], [1, 2])
+    assert torch.equal(grpo.pil_to_tensor(images), grpo.pil_to_tensor(decoded))
+    kept = grpo.pil_to_tensor(painter.generate_with_tracking(QUOTED, 1, [1, 2])[0])
+    stock = grpo.pil_to_tensor(painter.ar.generate_with_tracking(QUOTED, 1, [1, 2])[0])
+    assert torch.equal(kept, stock)
+    assert (kept[0] - grpo.pil_to_tensor(images)[0]).abs().max() > 0.02
+
 def test_painter_works_where_its_weights_are():
     """Weights are NaN but in their phase, and must not show in latents, pictures or log-probs."""
     results = []
     for hide in (False, True):
-        painter = make_painter(guidance=1.5)
+        painter = make_painter(guidance=1.5, offload="on")
         phases = hide_weights(painter.ar) if hide else []
         samples = painter.sample(QUOTED, 2, [1, 2])
-        painter.ar.hold(painter.ar.ar_half)  # so that each phase has to ask for its own
+        painter.ar.move_to_gpu(painter.ar.ar_half)  # so that each phase has to ask for its own
         images = painter.decode(QUOTED, samples[0], [1, 2])
-        painter.ar.hold(painter.ar.ar_half)
+        painter.ar.move_to_gpu(painter.ar.ar_half)
         logprobs, _ = painter.compute_logprobs(QUOTED[:1], samples[0][:1], samples[2][:1])
         results.append([*samples, grpo.pil_to_tensor(images), logprobs])
     assert phases == ["ar", "dit"] * 3
@@ -140,10 +165,10 @@ def test_painter_and_trainer_agree_exactly(tmp_path, guidance):
     rollout = make_rollout(trainer)
     assert rollout["logprobs"].std() > 0 and rollout["logprobs"].abs().max() < 5  # a mean of pixels
     metrics = trainer.train_step(rollout)
-    assert metrics["ratio_max"] == 1 and metrics["sampler_gap"] == 0 < metrics["grad_norm"]
+    assert metrics["ratio_max"] == 1 and metrics["sampler_gap_max"] == 0 < metrics["grad_norm"]
     trainer.config.num_iterations = 2
     metrics = trainer.train_step(make_rollout(trainer, step=2))
-    assert metrics["ratio_max"] > 1 + 1e-6 and metrics["sampler_gap"] == 0
+    assert metrics["ratio_max"] > 1 + 1e-6 and metrics["sampler_gap_max"] == 0
 
 def test_gradient_of_the_painter(tmp_path):
     """It must not depend on the micro-batch; it reaches all of the DiT's adapter, nothing else."""
@@ -168,13 +193,15 @@ def test_adapters_of_both_halves_elsewhere(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     trainer = make_painting("run")
-    trainer.lora.save("runs/glm-painter/adapter", "toy")
     ar = trainer.wrapper.ar
-    grpo.LoRA(ar.policy, ar.TARGETS, rank=4).save("runs/glm-ar/adapter", "toy")
+    page = (HERE / "paint.py").read_text()
+    first, second = re.findall(r'"(runs/[^"]+)"', page)
+    grpo.LoRA(ar.policy, ar.TARGETS, rank=4).save(first, "toy")
+    trainer.lora.save(second, "toy")
     stock = QUICK(0)
     stock.vision_language_encoder.generation_config.suppress_tokens = [*range(8, 18)]  # codes alone
     monkeypatch.setattr(diffusers.GlmImagePipeline, "from_pretrained", lambda *_, **__: stock)
-    code = (HERE / "paint.py").read_text().replace('.to("cuda")', "").replace("512", "64")
+    code = page.replace('.to("cuda")', "").replace("512", "64")
     exec(code, {})
     assert Image.open("fox.png").size == (64, 64)
     torch.manual_seed(0)
@@ -216,15 +243,15 @@ def run_flow(monkeypatch, tmp_path):
 
     return run
 
-FLOW = "--model tiny --size 64 --prompts p.txt --batch-size 2 --decode-steps 4 --kl-coef 0 "
+FLOW = "--model tiny --width 64 --height 64 --prompts p.txt --batch-size 2 --decode-steps 4 --kl-coef 0 "
 
 @pytest.mark.parametrize("flag, value", [("--kl-coef", 0.01), ("--decode-steps", 1)])
-def test_settings_that_the_painter_refuses(run_flow, capsys, flag, value):
-    """A KL that does nothing, steps that are not there."""
-    with pytest.raises(SystemExit, match="2"):
-        run_flow(f"{FLOW} {flag} {value}")
-    error, = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"grpo.py: error: {flag} must be ")
+def test_settings_that_the_painter_refuses(run_flow, monkeypatch, flag, value):
+    """A KL that does nothing, steps that are not there: said before a model is loaded, and nothing is written."""
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", None)
+    with pytest.raises(ValueError, match=f"^{flag} must be "):
+        run_flow(f"{FLOW} {flag} {value} --out refused")
+    assert not Path("refused").exists()
 
 def test_painter_resumed_is_undisturbed(run_flow):
     """All chance is in the seeds, all state is saved."""
@@ -234,9 +261,8 @@ def test_painter_resumed_is_undisturbed(run_flow):
     one, half = (torch.load(f"{run}/checkpoint.pt") for run in ("one", "half"))
     for name, weight in one["adapter"].items():
         assert weight.any() and torch.equal(weight, half["adapter"][name])
-    for row, other in zip(one["history"][1:], half["history"][1:], strict=True):
-        same = [key for key in row if key in other and "sec_" not in key]
-        assert [row[key] for key in same] == [other[key] for key in same] and "reward" in same
+    for row, other in zip(one["history"], half["history"], strict=True):
+        assert row | dict(seconds=0) == other | dict(seconds=0) and "reward" in row
     assert Path("one/samples_00002.png").read_bytes() == Path("half/samples_00002.png").read_bytes()
 
 def test_painter_learns(tmp_path):
@@ -248,3 +274,27 @@ def test_painter_learns(tmp_path):
     for step in range(1, 9):
         trainer.train_step(make_rollout(trainer, step))
     assert trainer.rollout(9)[1]["reward"] > before + 0.05
+
+def test_commands_of_the_page(run_flow, tmp_path, monkeypatch):
+    """The commands for the toy, made small: the painter begins with the very adapter that the AR run leaves."""
+    (tmp_path / "even.py").write_text((HERE / "even.py").read_text())
+    block, = re.findall(r"```bash\nawk .*?\n(.*?)```", PAGE, re.DOTALL)
+    block = block.replace("\\\n", " ")  # a command may go on in the next line
+    ar, painter = (line.partition(" --")[2] for line in block.splitlines())
+    folder, = re.findall(r"^AR_ADAPTER=(\S+) python flow.py ", block, re.MULTILINE)
+    small = " --width 64 --height 64 --group-size 2 --batch-size 2"
+    grpo.main(f"--{ar} {small}".split())
+    assert {path.name for path in Path(folder).iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    monkeypatch.setenv("AR_ADAPTER", folder)
+    run_flow(f"--{painter} {small} --steps 1")
+    row, = map(json.loads, Path("runs/painter/metrics.jsonl").read_text().splitlines())
+    assert 0 < row["reward/even.py:even"] < 1 and row["sampler_gap_max"] == 0
+
+def test_flags_of_the_page():
+    """Every flag of every command and sentence is one of grpo.py, and the real commands are understood."""
+    known = {"--" + name.replace("_", "-") for name in grpo.Config.__dataclass_fields__}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known
+    lines = re.findall(r"(?:grpo|flow)\.py (--.*GLM-Image .*)", PAGE.replace("\\\n", " "))
+    assert len(lines) == 2
+    for line in lines:
+        assert grpo.parse_args(line.split()).out.startswith("runs/glm-")

@@ -1,0 +1,413 @@
+"""Measurements of grpo.py. Nothing here is a test; test_grpo.py uses the memory that is counted here.
+
+    python .ci/measure.py bench [flags of grpo.py]    seconds of the stock recipe and of ours, one table
+    python .ci/measure.py bench --model random ..     the same, at GLM-Image's real sizes with random weights
+    python .ci/measure.py memory                      GiB of a GPU, counted without one; a minute of a core
+    python .ci/measure.py ablate [seeds]              what each choice is worth, on the toy
+    python .ci/measure.py depth                       how far bf16 rounds at depth; minutes of a core
+"""
+import copy, functools, math, statistics, sys, tempfile, time, weakref
+from pathlib import Path
+from unittest import mock
+
+import diffusers, torch, transformers
+import numpy as np
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import grpo
+
+QUICK = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)  # the toy with random weights
+
+# --- GLM-Image in its real sizes ------------------------------------------------------------------------
+def make_real(device):
+    """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the toy's words.
+    VAE and text encoder are taken to be CogView4's and about ByT5 small's."""
+    V = 16384
+    home = "meta" if device == "meta" else "cpu"
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=(8, 12, 12))
+    config = transformers.GlmImageConfig(
+        text_config=dict(eos_token_id=V + 1, pad_token_id=V + 2, rope_parameters=rope),
+        image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4)
+    glyphs = transformers.T5Config(
+        vocab_size=384, d_model=1472, d_ff=3584, num_layers=12, feed_forward_proj="gated-gelu")
+    with torch.device(device), transformers.modeling_utils.local_torch_dtype(torch.bfloat16):
+        ar = transformers.GlmImageForConditionalGeneration(config).to(home)
+        t5 = transformers.T5EncoderModel(glyphs).to(home)
+        dit = diffusers.GlmImageTransformer2DModel(
+            in_channels=16, out_channels=16, prior_vq_quantizer_codebook_size=V,
+            attention_head_dim=128, num_attention_heads=32).to(home)
+        vae = diffusers.AutoencoderKL(
+            down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+            block_out_channels=(128, 512, 1024, 1024), layers_per_block=3, latent_channels=16,
+            latents_mean=[0.0] * 16, latents_std=[1.0] * 16, mid_block_add_attention=False,
+            use_quant_conv=False, use_post_quant_conv=False).to(home)
+    ar.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
+    toy = grpo.make_tiny_models()
+    del toy.processor._get_target_shape
+    return diffusers.GlmImagePipeline(toy.tokenizer, toy.processor, t5, ar, vae, dit, toy.scheduler)
+
+def tensors_of(*modules):
+    """Parameters and buffers."""
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+# --- The memory of a GPU, counted on the `meta` device, where a tensor has a size and no contents ---------
+def describe(value):
+    """What the shape of an operation's result depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple([describe(part) for part in value])
+    return type(value), value
+
+class FakeGPU(TorchDispatchMode):
+    """`meta` stands for the GPU, the CPU is the host. Every operation passes through here. A storage counts
+    from the operation that makes it until nobody holds it any more, in blocks of 512 bytes, as on a GPU.
+    Weights are added by hand: with offloading, those of the half that is held alone."""
+    def __init__(self, *halves):
+        super().__init__()
+        self.alive = {}  # storages: a weak reference, bytes
+        self.results = {}  # of operations seen before; to ask PyTorch again would take most of the time
+        self.sizes = {half: sum(weight.nbytes for weight in half.parameters()) for half in halves}
+        self.weights = {"on": 0, "off": sum(self.sizes.values())}  # bytes on the GPU, by --offload
+        self.peaks = {"on": 0, "off": 0}
+        self.now = 0  # bytes beside the weights
+        for weight in tensors_of(*halves):
+            self.see(weight)
+        self.now = 0
+
+    def grow(self, size):
+        self.now += size
+        for offload, weights in self.weights.items():
+            self.peaks[offload] = max(self.peaks[offload], weights + self.now)
+
+    def see(self, tensor):
+        """-> True if it is new, and all of its storage."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.alive:
+            return False
+        size = -(-storage.nbytes() // 512) * 512
+        self.alive[key] = weakref.ref(storage, lambda _: self.forget(key)), size
+        self.grow(size)
+        return storage.nbytes() == tensor.nbytes
+
+    def forget(self, key):
+        self.now -= self.alive.pop(key)[1]
+
+    def move_to_gpu(self, half):
+        """In the place of the wrapper's: with offloading the GPU then holds this half alone."""
+        self.weights["on"] = self.sizes[half]
+
+    def without_contents(self, function, args, kwargs):
+        """What cannot be had from a tensor without contents, made up; None where it can."""
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1  # `.item()`: any number will do
+        if function is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
+            return torch.zeros((), dtype=kwargs.get("dtype") or args[0].dtype).expand(args[0].shape)
+        if function is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool:
+            return args[0].flatten(0, args[1][0].dim() - 1)  # the glyphs that are no padding: all of them
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.is_view or function._schema.is_mutable:
+            return function(*args, **kwargs)  # nothing new
+        on_gpu = len(args) > 0 and isinstance(args[0], torch.Tensor) and args[0].is_meta
+        made_up = self.without_contents(function, args, kwargs) if on_gpu else None
+        if made_up is not None:
+            return made_up
+        key = describe([function, args, list(kwargs.items())])
+        if key in self.results:
+            shape, stride, dtype = self.results[key]
+            result = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            result = function(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if self.see(tensor) and tensor is result:
+                    self.results[key] = tensor.shape, tensor.stride(), tensor.dtype
+        return result
+
+def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """What `F.scaled_dot_product_attention` allocates on a GPU: with a mask the memory-efficient kernel, which
+    wants it in the dtype of the query, its rows padded to a multiple of 8; without one as flash attention."""
+    assert not enable_gqa
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
+        K = attn_mask.shape[-1]
+        if K % 8:
+            attn_mask = F.pad(attn_mask, (0, -K % 8))[..., :K]
+        attn_mask = attn_mask.expand(*query.shape[:3], K)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+
+def skip_tokens(forward, T):
+    """`forward` for a sampler of T tokens: only the prompts and the last one, beside what is kept of all."""
+    fed = []
+
+    def forward_rarely(ids, *args, **kwargs):
+        assert any(isinstance(value, transformers.StaticCache) for value in (*args, *kwargs.values()))
+        if ids.shape[1] == 1:
+            fed.append(True)
+        if 0 < len(fed) < T:
+            return torch.empty(len(ids), 1, 16384, device="meta")
+        return forward(ids, *args, **kwargs)
+
+    return forward_rarely
+
+def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
+    """Highest GiB alive on the GPU in the second step, of two micro-batches -> {phase: {"on", "off"}}, by
+    --offload. Real numbers are wanted by the prompts, read on the host, and by the scheduler."""
+    T = 256 + (side // 32) ** 2
+    n = 2 * micro_batch_size
+    config = grpo.Config(width=side, height=side, batch_size=num_prompts, group_size=group_size,
+                         micro_batch_size=micro_batch_size, decode_steps=2, offload="off")
+    prompt = "red " * 40
+    rollout = dict(prompts=[prompt] * n, tokens=torch.zeros(n, T).long(),
+                   logprobs=torch.zeros(n, T, device="meta"),
+                   nuclei=torch.ones(n, T, 16384).bool())
+    peaks = {}
+    with mock.patch.object(grpo, "DEVICE", torch.device("meta")):
+        pipe = make_real("meta")
+        grpo.make_faster(pipe, config)
+        wrapper = grpo.GLMImageWrapper(pipe, config)
+    encode = wrapper.encode
+
+    def encode_on_host(prompts):
+        with mock.patch.object(grpo, "DEVICE", torch.device("cpu")):
+            return [tensor.to("meta") for tensor in encode(prompts)]
+
+    def update():
+        trainer.train_step(rollout)
+
+    def sample():
+        with mock.patch.object(wrapper, "forward", skip_tokens(wrapper.forward, T)):
+            wrapper.sample([prompt] * num_prompts, group_size, range(num_prompts))
+
+    def decode():
+        wrapper.decode([prompt], rollout["tokens"][:micro_batch_size], [0])
+
+    gpu = FakeGPU(wrapper.ar_half, wrapper.dit_half)
+    with (
+        mock.patch.object(grpo, "DEVICE", torch.device("meta")),
+        mock.patch.object(wrapper, "encode", encode_on_host),
+        mock.patch.object(wrapper, "move_to_gpu", gpu.move_to_gpu),
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(type(pipe.scheduler), "index_for_timestep", return_value=0),
+        gpu,
+    ):
+        trainer = grpo.GRPOTrainer(config, wrapper, [prompt])
+        trainer.optimizer.param_groups[0]["foreach"] = True  # as by default on a GPU
+        for weight in trainer.lora.weights.values():
+            weight.grad = torch.zeros_like(weight)
+        trainer.optimizer.step()  # AdamW's memory exists from the first step on
+        trainer.optimizer.zero_grad()
+        rollout["advantages"] = torch.zeros(n, device="meta")
+        resident = gpu.now
+        for phase in (update, sample, decode):
+            gpu.peaks = {"on": 0, "off": 0}
+            phase()
+            peaks[phase.__name__] = {offload: peak / 2**30 for offload, peak in gpu.peaks.items()}
+            left = gpu.now - resident
+            assert left < 2**20, f"{phase.__name__} leaves {left} bytes behind"
+    return peaks
+
+# --- The benchmark --------------------------------------------------------------------------------------
+def clock(function, *args):
+    """-> (seconds, what it returned); a GPU is waited for."""
+    start = time.perf_counter()
+    result = function(*args)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+def stock_seconds(wrapper, prompt, tokens):
+    """An image the usual way: the pipeline samples and decodes it alone, then a pass of its own scores it."""
+    config = wrapper.config
+    wrapper.move_to_gpu(wrapper.ar_half)
+    wrapper.policy.eval()  # in training mode `generate` would lose its cache, and look slower than it is
+    wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
+    codes = wrapper.pipe.transformer.config.prior_vq_quantizer_codebook_size
+    wrapper.policy.generation_config.suppress_tokens = list(range(codes, wrapper.policy.lm_head.out_features))
+    sampled, _ = clock(functools.partial(
+        wrapper.pipe.generate_prior_tokens, prompt, config.height, config.width, device=grpo.DEVICE))
+    decoded, _ = clock(wrapper.decode, [prompt], tokens, [0])
+    with torch.no_grad():
+        scored, _ = clock(wrapper.compute_logprobs, [prompt], tokens, None)
+    return sampled + decoded + scored
+
+def our_seconds(trainer, prompt, group_size):
+    """One step on one prompt -> seconds of sample, decode, score and update, and the tokens."""
+    prompts = [prompt] * group_size
+    sample, (tokens, logprobs, nuclei) = clock(trainer.wrapper.sample, [prompt], group_size, [0])
+    decode, images = clock(trainer.wrapper.decode, [prompt], tokens, [0])
+    score, (rewards, _) = clock(grpo.compute_rewards, images, prompts, [None] * group_size, trainer.rewards)
+    advantages = grpo.compute_advantages(rewards, group_size) if group_size > 1 else torch.zeros(1)
+    rollout = dict(prompts=prompts, tokens=tokens, logprobs=logprobs, nuclei=nuclei, advantages=advantages)
+    update, _ = clock(trainer.train_step, rollout)
+    return (sample, decode, score, update), tokens
+
+def gib(*modules):
+    return sum(weight.nbytes for module in modules for weight in module.parameters()) / 2**30
+
+def bench(argv):
+    """One table. Every ratio is of two medians measured in turn in this run."""
+    prompt = "a red fox"
+    config = grpo.parse_args(["--micro-batch-size", "1" if grpo.CUDA else "8", *argv])
+    with mock.patch.object(grpo, "make_tiny_pipeline", QUICK):
+        if config.model == "random":
+            pipe = make_real(grpo.DEVICE)
+            grpo.make_faster(pipe, config)
+            wrapper = grpo.GLMImageWrapper(pipe, config)
+        else:
+            wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
+    trainer = grpo.GRPOTrainer(config, wrapper, [prompt])
+    repeats = 3 if grpo.CUDA else 9
+    where = torch.cuda.get_device_name() if grpo.CUDA else f"{torch.get_num_threads()} CPU thread(s)"
+    print(f"{config.model}, {config.width} x {config.height}, {config.decode_steps} decode steps, "
+          f"{config.micro_batch_size} images at a time, offload {config.offload}, {where}, one prompt, "
+          f"medians of {repeats}, seconds\n")
+    columns = "group, stock rollout, ours, ratio, sample, decode, update, step, tokens/s, peak GiB".split(", ")
+    print("|", " | ".join(columns), "|")
+    print("|---" * len(columns) + "|")
+    for group_size in (1, 4, 8, 16):
+        _, tokens = our_seconds(trainer, prompt, group_size)  # warm-up
+        phases = []
+        stocks = []
+        for _ in range(repeats):
+            phases.append(our_seconds(trainer, prompt, group_size)[0])
+            images = 1 if grpo.CUDA else group_size
+            seconds = [stock_seconds(wrapper, prompt, tokens[:1]) for _ in range(images)]
+            stocks.append(statistics.mean(seconds) * group_size)
+        sample, decode, score, update = (statistics.median(column) for column in zip(*phases))
+        stock = statistics.median(stocks)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        ours = sample + decode
+        step = ours + score + update
+        print(f"| {group_size} | {stock:.3f} | {ours:.3f} | {stock / ours:.1f}x | {sample:.3f} | {decode:.3f} "
+              f"| {update:.3f} | {step:.3f} | {tokens.numel() / sample:.0f} | {peak:.1f} |", flush=True)
+
+def memory():
+    """One table. What does not depend on the number of prompts is counted anew in every row."""
+    pipe = make_real("meta")
+    ar = pipe.vision_language_encoder
+    halves = [[ar.model.language_model, ar.lm_head], [pipe.text_encoder, pipe.transformer, pipe.vae]]
+    sizes = [weight.nbytes for half in halves for module in half for weight in module.parameters()]
+    pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes) / 2**30  # PyTorch rounds each block up
+    whole = gib(ar, *halves[1])
+    with_pinned = pinned + whole - sum(sizes) / 2**30
+    print(f"GiB of weights in bf16: {gib(*halves[0]):.1f} to sample and update, {gib(*halves[1]):.1f} to decode; "
+          f"on the host {whole:.1f}, with --offload on, pinned, {with_pinned:.1f}; --offload on / off:\n")
+    print("| size | prompts x group | micro-batch | sample | decode | update |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for side, num_prompts, group_size, size in [
+            (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]:
+        peaks = count_memory(side, num_prompts, size, group_size)
+        pairs = [peaks[phase] for phase in ("sample", "decode", "update")]
+        cells = [f"{pair['on']:.1f} / {pair['off']:.1f}" for pair in pairs]
+        print(f"| {side} | {num_prompts} x {group_size} | {size} |", " | ".join(cells), "|", flush=True)
+
+# --- What each choice is worth --------------------------------------------------------------------------
+def noise_of_its_own(decode):
+    """Instead of one for the group: every image starts from other noise."""
+    def other(prompts, tokens, seeds):
+        G = len(tokens) // len(prompts)
+        return decode(np.repeat(prompts, G).tolist(), tokens, [seed + i for seed in seeds for i in range(G)])
+
+    return other
+
+ABLATIONS = {  # name: settings
+    "as shipped": {},
+    "noise of its own for each image": {},
+    "group size 2 (16 prompts)": dict(group_size=2, batch_size=16),
+    "group size 8 (4 prompts)": dict(group_size=8, batch_size=4),
+    "group size 16 (2 prompts)": dict(group_size=16, batch_size=2),
+    "rewards not divided by the std": dict(scale_rewards="none"),
+    "neither divided, nor a KL (Dr. GRPO)": dict(scale_rewards="none", kl_coef=0.0),
+    "no KL": dict(kl_coef=0.0),
+    "KL 0.02": dict(kl_coef=0.02),
+    "2 updates per rollout": dict(num_iterations=2),
+}
+
+class QuietTrainer(grpo.GRPOTrainer):
+    """It writes no files but an empty folder."""
+    def save_samples(self, step):
+        pass
+
+    def log(self, step, metrics):
+        self.history.append(metrics)
+
+def ablate(seeds):
+    """One table: mean reward of the last five of 40 steps, per seed, and mean and std over the seeds."""
+    results = {name: [] for name in ABLATIONS}
+    for seed in seeds:
+        toy = grpo.make_tiny_pipeline(seed)
+        for name, settings in ABLATIONS.items():
+            folder = tempfile.TemporaryDirectory()
+            config = grpo.Config(**grpo.TINY | settings | dict(seed=seed, out=f"{folder.name}/run"))
+            wrapper = grpo.GLMImageWrapper(copy.deepcopy(toy), config)
+            if name.startswith("noise"):
+                wrapper.decode = noise_of_its_own(wrapper.decode)
+            prompts, _ = grpo.load_prompts(config.prompts)
+            trainer = QuietTrainer(config, wrapper, prompts)
+            trainer.train()
+            folder.cleanup()
+            results[name].append(statistics.mean(row["reward"] for row in trainer.history[-5:]))
+            print(f"seed {seed}  {name:36s} {results[name][-1]:.3f}", file=sys.stderr, flush=True)
+    print("| | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | std |")
+    print("|---" * (len(seeds) + 3) + "|")
+    for name, values in results.items():
+        spread = statistics.stdev(values) if len(values) > 1 else math.nan
+        cells = [f"{value:.3f}" for value in (*values, statistics.mean(values), spread)]
+        print("| " + " | ".join([name, *cells]) + " |")
+
+# --- How far bf16 rounds at depth, on a CPU -------------------------------------------------------------
+DEPTHS = [(10, 0.04, 16), (20, 0.04, 16), (40, 0.04, 16), (40, 0.08, 16), (40, 0.04, 32)]  # layers, init, bits
+
+@torch.no_grad()
+def depth(linear=F.linear):
+    """A table: GLM-Image's AR half, random, a quarter as wide; max |log-prob differences| of the sampler to the
+    trainer (gap), of two trainer passes (again), to one without padding, and to one whose sums are in reverse
+    order; of the last also the 99th percentile, the mean, and the share of ratios that are off by 0.2 (out)."""
+    prompts = ["green"] * 4 + ["a red fox on a wall beside a yellow door"] * 4
+    print("|layers|init|bits|nats|gap|again|unpadded|reversed|99 %|mean|out|\n" + "|-" * 11 + "|")
+    for layers, init, bits in DEPTHS:
+        pipe = QUICK()
+        pipe.processor._get_target_shape = lambda height, width: (8, 8, 4, 4)  # not the toy's small draft
+        pipe.transformer.register_to_config(prior_vq_quantizer_codebook_size=16384)
+        config = pipe.vision_language_encoder.config
+        config.text_config = transformers.GlmImageTextConfig(  # all else has its real size
+            num_hidden_layers=layers, hidden_size=1024, num_attention_heads=8, intermediate_size=3424,
+            initializer_range=init, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5))
+        dtype = torch.bfloat16 if bits == 16 else torch.float32
+        pipe.vision_language_encoder = transformers.GlmImageForConditionalGeneration(config).to(dtype)
+        heat = 0.9 * init * 32 / 3.5  # what 0.9 is to logits of std 3.5: some codes stand out
+        settings = dict(width=256, height=256, top_p=0.75, temperature=heat, offload="off")
+        wrapper = grpo.GLMImageWrapper(pipe, grpo.Config(**settings))
+        tokens, sampled, nuclei = wrapper.sample(prompts[::4], 4, [0, 1])
+        first, again = (wrapper.compute_logprobs(prompts, tokens, nuclei)[0] for _ in range(2))
+        alone, _ = wrapper.compute_logprobs(prompts[:4], tokens[:4], nuclei[:4])  # no padding
+        with mock.patch.object(F, "linear", lambda x, w, b: linear(x.flip(-1), w.flip(-1), b)):
+            gap = wrapper.compute_logprobs(prompts, tokens, nuclei)[0] - sampled
+        ratios = [sampled - first, again - first, alone - first[:4], gap]  # their logarithms
+        cells = [-sampled.mean(), *(x.abs().max() for x in ratios), gap.abs().quantile(0.99),
+                 gap.abs().mean(), (gap.expm1().abs() > 0.2).float().mean()]
+        print(f"|{layers}|{init}|{bits}|", *(f"{cell:.2g}|" for cell in cells), flush=True)
+
+if __name__ == "__main__":
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name == "bench":
+        bench(rest)
+    elif name == "memory" and not rest:
+        memory()
+    elif name == "ablate":
+        ablate([int(seed) for seed in rest] or range(5))
+    elif name == "depth" and not rest:
+        depth()
+    else:
+        sys.exit(__doc__)

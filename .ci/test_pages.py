@@ -1,0 +1,481 @@
+"""Tests of .github/rewards.md and .github/changes.md: their code and commands are run as they stand, and what they say
+is true."""
+import dataclasses, io, json, logging, random, re, runpy, shutil, socket, string, subprocess, sys, types, warnings
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(HERE)]
+
+import diffusers, pytest, torch, transformers
+import numpy as np
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+
+import grpo
+from test_grpo import QUICK, SMALL, WRAPPER, command, finished, make_wrapper, rows_of
+
+warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
+pytestmark = pytest.mark.readme
+REWARDS = (HERE / ".github/rewards.md").read_text()
+CHANGES = (HERE / ".github/changes.md").read_text()
+FLAGS = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(grpo.Config)}
+PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
+
+def code_of(page, name):
+    """The block of code of a page whose first line is `# name`."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return next(block for block in blocks if block.startswith(f"# {name}\n"))
+
+def load_module(code, name):
+    """-> a module of this code, which knows where grpo.py is."""
+    module = types.ModuleType(name)
+    module.__file__ = str(HERE / "grpo.py")
+    sys.modules[name] = module  # where dataclasses look for what annotations mean
+    exec(code, module.__dict__)
+    return module
+
+def table(page, head):
+    """Rows of the page's table with this head -> lists of cells."""
+    lines = page[page.index(head):].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+# --- Both pages ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["rewards.md", "changes.md"])
+def test_the_command_that_writes_the_files(tmp_path, name):
+    """It writes each block of Python of its page into the file that its first line names, no other, and its page names
+    them all."""
+    page = (HERE / ".github" / name).read_text()
+    (tmp_path / ".github").mkdir()
+    (tmp_path / ".github" / name).write_text(page)
+    line, = re.findall(r"^awk .*", page, re.MULTILINE)
+    for _ in range(2):  # again: it overwrites
+        subprocess.run(line, shell=True, check=True, cwd=tmp_path)
+    files = {path.name: path.read_text() for path in tmp_path.glob("*.py")}
+    blocks = re.findall(r"^```python\n(# (\S+)\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert files == {name: code for code, name in blocks}
+    named = re.search(r"writes, and overwrites, .*?page, ((?:[\s,]|and|`[\w.]+`)*)", page, re.DOTALL)[1]
+    assert sorted(re.findall(r"`(.*?)`", named)) == sorted(files)
+
+@pytest.mark.parametrize("page", [REWARDS, CHANGES], ids=["rewards.md", "changes.md"])
+def test_flags_exist(page):
+    """A page must not name a flag that is gone."""
+    named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", page))
+    assert named <= FLAGS | {"--logdir"}
+
+def test_commands_of_rewards(tmp_path, command):
+    """Every command of grpo.py is understood, and the toy does a step with it."""
+    for package in ("rapidocr", "onnxruntime"):
+        pytest.importorskip(package, reason="pip install rapidocr onnxruntime")
+    code = code_of(REWARDS, "my_rewards.py")
+    stand_in = "def embed(images, text):\n    return torch.rand(2, len(images), 4)\n\n"  # for CLIP's 1.7 GB
+    code = code.replace("def clip(", stand_in + "def clip(")
+    code = re.sub(r"    file = .*\n", "", code)
+    code = re.sub(r"    layers = .*\n", "    layers = [torch.ones(1, 4), torch.zeros(1)]\n", code)
+    Path("my_rewards.py").write_text(code)
+    load_module(code_of(REWARDS, "targets.py"), "targets")
+    write_words(tmp_path)
+    lines = re.findall(r"python grpo\.py\b([^`#\n]*)", REWARDS)
+    assert len(lines) == 5
+    small = "--model tiny --width 64 --height 64 --batch-size 2 --group-size 2 --steps 1"
+    for i, line in enumerate(lines):
+        code, _, error = command(*line.split(), *small.split(), "--out", f"run{i}")
+        assert code == 0, (line, error)
+        row, = rows_of(tmp_path / f"run{i}")
+        if "ocr" in line:
+            assert row["frac_zero_std"] > 0.4  # the toy draws no letters
+
+# --- Rewards to copy: my_rewards.py -------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def gallery():
+    return load_module(code_of(REWARDS, "my_rewards.py"), "my_rewards")
+
+def test_the_table_names_all_rewards():
+    """A reward that is not in the table would not be found, and one that is only there would not be known."""
+    told = {row[0].strip("`") for row in table(REWARDS, "| reward | what it needs |")}
+    takes_images = re.findall(r"^def (\w+)\(images, prompts, targets", code_of(REWARDS, "my_rewards.py"), re.MULTILINE)
+    assert told == set(takes_images)
+
+def draw(*texts, size=60, fill="black", ground="white", places=((60, 200), (180, 380))):
+    """A picture with each text at its place, by the font inside Pillow."""
+    image = Image.new("RGB", (512, 512), ground)
+    for text, place in zip(texts, places):
+        ImageDraw.Draw(image).text(place, text, fill, ImageFont.load_default(size=size))
+    return image
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Skips without RapidOCR; no test that reads may need the network."""
+    for package in ("rapidocr", "onnxruntime"):
+        pytest.importorskip(package, reason="pip install rapidocr onnxruntime")
+    monkeypatch.setattr(socket.socket, "connect", None)
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+
+RIGHT = [  # prompt, picture
+    ('a sign "OPEN"', draw("OPEN")),
+    ('a sign "OPEN"', draw("OPEN", size=24, fill="white", ground="navy", places=[(300, 40)])),
+    ('a sign "OPEN"', draw("OPEN", size=120, fill="red", ground="yellow", places=[(20, 300)])),
+    ('a sign “open”', draw("Open")),
+    ("a sign that says 'OPEN'", draw("OPEN")),
+    ('number "4472" on its cab', draw("4472")),
+    ('the plate reads "12"', draw("12")),
+    ('"No. 7" on its hull', draw("No. 7")),
+    ('it says "GOOD MORNING"', draw("GOOD MORNING", size=50)),
+    ('it says "GOOD MORNING"', draw("GOOD", "MORNING")),
+    ('it says "OPEN LATE"', draw("OPEN", "LATE", size=40, places=[(30, 90), (250, 100)])),
+    ('it says "OPEN LATE"', draw("OPEN", "LATE", size=40, places=[(30, 100), (250, 90)])),
+    ('"OPEN" and "BREAD"', draw("OPEN", "BREAD")),
+    ('"OPEN" and "BREAD" above', draw("BREAD", "OPEN"))]
+
+@pytest.mark.parametrize("prompt, image", RIGHT)
+def test_ocr_gives_right_words_1(gallery, reads, prompt, image):
+    """Whatever their size, colour and place, in one line or two; and phrases in any order."""
+    assert gallery.ocr([image], [prompt]) == [1]
+
+def test_ocr_table(gallery, reads, caplog, monkeypatch):
+    """A letter amiss costs a little, another word nearly all, no word everything; and the log is quiet."""
+    gallery.load_reader.cache_clear()
+    monkeypatch.setattr(logging.getLogger("RapidOCR"), "propagate", True)
+    rows = table(REWARDS, "| the prompt quotes | drawn")
+    assert len(rows) > 10 and rows[0][0]
+    for prompt, text, score in rows:
+        phrase = prompt or phrase
+        lines = text.replace("*nothing*", "").split(" / ")
+        measured, = gallery.ocr([draw(*lines)], [phrase])
+        assert f"{measured:.2f}" == score, (phrase, text)
+    assert gallery.ocr([draw(ground="black")], ['"OPEN"']) == [0]
+    assert not caplog.records
+
+def write_words(folder):
+    """words.txt as the page's own command writes it."""
+    line, = re.findall(r"^grep .* > words.txt", REWARDS, re.MULTILINE)
+    subprocess.run(line.replace("> words.txt", f"> {folder / 'words.txt'}"), shell=True, check=True, cwd=HERE)
+    return folder / "words.txt"
+
+def test_ocr_scores_of_words_txt(gallery, reads, tmp_path):
+    """The right words, with one letter wrong, and those of another prompt: means over all prompts. Each prompt quotes
+    one phrase, as the painter finds them."""
+    prompts, _ = grpo.load_prompts(write_words(tmp_path))
+    phrases = [diffusers.GlmImagePipeline.get_glyph_texts(None, prompt)[0] for prompt in prompts]
+    assert len(prompts) == 20 and all(len(found) == 1 for found in phrases)
+    words = [found[0] for found in phrases]
+    dice = random.Random(0)
+    wrong = []
+    for word in words:
+        i = dice.choice([i for i, letter in enumerate(word) if letter.isalnum()])
+        letter = dice.choice([letter for letter in string.ascii_uppercase if letter != word[i].upper()])
+        wrong.append(word[:i] + letter + word[i + 1:])
+    drawn = words, wrong, words[1:] + words[:1]
+    measured = [np.mean(gallery.ocr([draw(text, size=40) for text in texts], prompts)) for texts in drawn]
+    told = re.search(r"the\s+score\s+is (\S*)\s+for the right words, (.*?) on average .*? and (.*?)\s+with", REWARDS, re.DOTALL)
+    assert [f"{score:.2f}" for score in measured] == list(told.groups())
+
+def test_ocr_without_quotes(gallery, monkeypatch):
+    """It gives 0, says so, and needs no package for it."""
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    with pytest.warns(UserWarning, match="ocr gives 0, as this prompt quotes no words: a fox"):
+        assert gallery.ocr(PAIR, ["a fox", 'nothing: ""']) == [0, 0]
+
+PHRASES = [  # prompt, phrases, is there a warning?
+    ('the dog\'s bowl under the cat\'s sign "OPEN"', ["OPEN"], True),
+    ('a “DON\'T” and a “WON\'T”', ["DON'T", "WON'T"], True),
+    ('an owner’s sign “OPEN”, a cat’s 「早」', ["OPEN", "早"], False),
+    ('a ship\'s rail that reads "AURORA"', ["AURORA"], False),
+    ("it says 'OPEN' and 'LATE'", ["OPEN", "LATE"], False),
+    ("the dog's and the cat's", ["s and the cat"], False),
+    ("a fox", [], False)]
+
+@pytest.mark.parametrize("prompt, phrases, warns", PHRASES)
+def test_apostrophes_are_no_quotes(gallery, prompt, phrases, warns):
+    """Two apostrophes made a phrase of their own, so that the right words scored 0.3."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert gallery.find_phrases(prompt) == phrases
+    assert [str(warning.message)[:29] for warning in caught] == ["the painter takes apostrophes"] * warns
+    painted = diffusers.GlmImagePipeline.get_glyph_texts(None, prompt)[0]
+    assert warns == (sorted(painted) != sorted(phrases))
+
+ALIKE = [  # wanted, seen, score
+    ("OPEN", " o P\nEN ", 1), ("OPEN", "OPEM", 2 * 3 / 8), ("OPEN", "", 0), ("one two", "one", 6 / 9),
+    ("你好世界", "你 好", 4 / 6), ("café", "cafe\u0301", 1), ("No. 7", "Ｎｏ．７", 1),
+    ("ab" * 200, "x" + "ab" * 200, 800 / 801)]
+
+@pytest.mark.parametrize("wanted, seen, score", ALIKE)
+def test_compare_by_hand(gallery, wanted, seen, score):
+    """Case, spaces and forms of Unicode are no mistakes, and a long text is compared as a short one is."""
+    assert gallery.compare(wanted, seen) == pytest.approx(score)
+
+def test_ssim_by_hand_and_as_published(gallery):
+    """Window by window on a real picture; and IPOL's imdiff, as scikit-image's own tests quote it
+    (https://github.com/scikit-image/scikit-image/pull/4913#issuecomment-700653165)."""
+    data = pytest.importorskip("skimage.data", reason="pip install scikit-image")
+    image = Image.fromarray(data.astronaut()[50:130, 180:260])
+    target = image.resize((40, 40)).resize((80, 80))
+    bell = np.exp(-(np.arange(11) - 5) ** 2 / (2 * 1.5**2))
+    weights = np.outer(bell, bell) / bell.sum() ** 2
+    arrays = np.stack([image, target]) / 255
+    x, y = np.lib.stride_tricks.sliding_window_view(arrays, (11, 11), axis=(1, 2))
+    mx, my, xx, yy, xy = ((weights * z).sum(axis=(3, 4)) for z in (x, y, x * x, y * y, x * y))
+    slow = (2 * mx * my + 1e-4) * (2 * (xy - mx * my) + 9e-4)
+    slow /= (mx**2 + my**2 + 1e-4) * (xx - mx**2 + yy - my**2 + 9e-4)
+    scores = gallery.ssim([image] * 3, [""] * 3, [image, target, image.resize((160, 160))])
+    assert scores[:2] == pytest.approx([1, slow.mean()], abs=1e-6)
+    assert scores[1] < 0.95 < scores[2] < 1
+    camera = data.camera()
+    noise = 20 * np.random.RandomState(5).randn(512, 512)
+    noisy = np.clip(camera + noise, 0, 255).astype(np.uint8)
+    pair = [Image.fromarray(array).convert("RGB") for array in (camera, noisy)]
+    assert gallery.ssim(pair[:1], [""], pair[1:])[0] == pytest.approx(0.357959, abs=1e-3)
+
+def test_lpips_jpeg_and_sharpness_by_hand(gallery, monkeypatch):
+    """A stand-in for LPIPS, whose weights are not here; of the others the bytes and the edges are counted."""
+    def distance(x, y, normalize):
+        assert normalize and x.shape == y.shape and x.max() <= 1
+        return (x - y).abs().mean()
+
+    black = Image.new("RGB", (8, 8))
+    white = Image.new("RGB", (8, 8), "white")
+    noisy = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 24, 3), np.uint8))
+    monkeypatch.setattr(gallery, "load_lpips", lambda: distance)
+    assert gallery.lpips([black, white], ["", ""], [white.resize((30, 20)), white]) == [-1, 0]
+    file = io.BytesIO()
+    noisy.save(file, "JPEG", quality=95)
+    scores = gallery.jpeg([noisy, PAIR[0]], ["", ""])
+    assert scores[0] == pytest.approx(1 - file.tell() / (3 * 20 * 24)) and scores[0] < scores[1] < 1
+    half = black.copy()
+    half.paste(white, (4, 0))  # of 7 steps to the right one is an edge
+    assert gallery.sharpness([black, half], ["", ""]) == pytest.approx([0, 1 / 7])
+
+MISSING = [("rapidocr", "ocr", "rapidocr onnxruntime"), ("onnxruntime", "ocr", "rapidocr onnxruntime"),
+           ("skimage.metrics", "ssim", "scikit-image"), ("lpips", "lpips", "lpips -r requirements.txt")]
+
+@pytest.mark.parametrize("module, reward, packages", MISSING)
+def test_a_missing_package_is_one_line(gallery, monkeypatch, module, reward, packages):
+    """It says what to install, without the traceback of the import."""
+    for other in ("rapidocr", "onnxruntime"):
+        monkeypatch.setitem(sys.modules, other, io)
+    monkeypatch.setitem(sys.modules, module, None)
+    gallery.load_reader.cache_clear()
+    with pytest.raises(ImportError, match=f"this reward needs pip install {packages}") as caught:
+        getattr(gallery, reward)(PAIR[:1], ['"A"'], PAIR[1:])
+    assert caught.value.__suppress_context__ and "\n" not in str(caught.value)
+
+def test_clip_and_aesthetic_by_hand(gallery, monkeypatch, tmp_path):
+    """A softmax, a logit scale, another prompt's padding, or layers in another order would show."""
+    torch.manual_seed(0)
+    half = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = transformers.CLIPConfig(
+        text_config=dict(half, vocab_size=99, bos_token_id=0, eos_token_id=1, pad_token_id=1),
+        vision_config=dict(half, image_size=32, patch_size=16), projection_dim=16)
+    letters = [c + end for c in "abcdefghijklmnopqrstuvwxyz" for end in ("", "</w>")]
+    words = {word: i for i, word in enumerate(["<|startoftext|>", "<|endoftext|>", *letters])}
+    images = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor = transformers.CLIPProcessor(images, transformers.CLIPTokenizer(vocab=words, merges=[]))
+    model = transformers.CLIPModel(config).eval().requires_grad_(False)
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    head = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 1)).requires_grad_(False)
+    torch.save({f"layers.{key}": value for key, value in head.state_dict().items()}, tmp_path / "head.pth")
+    monkeypatch.setattr(gallery, "CLIP", str(tmp_path))
+    monkeypatch.setattr(gallery, "HEAD", str(tmp_path / "head.pth"))
+    prompts = ["a red fox on a long long wall", "blue"]
+    rewards = {name: (getattr(gallery, name), 1.0) for name in ("clip", "aesthetic", "aesthetic_z")}
+    total, metrics = grpo.compute_rewards(PAIR, prompts, [None] * 2, rewards)
+    with torch.no_grad():
+        cosines, marks, scores = (getattr(gallery, name)(PAIR, prompts) for name in rewards)
+    assert torch.allclose(total, cosines + marks + scores) and abs(metrics["reward/aesthetic_z"]) < 1e-6
+    first = 1 if marks[0] > marks[1] else -1
+    assert scores.tolist() == pytest.approx([first * 0.5**0.5, -first * 0.5**0.5], abs=1e-2)
+    for i, (image, prompt) in enumerate(zip(PAIR, prompts)):
+        a = model.get_image_features(**processor(images=image, return_tensors="pt")).pooler_output[0]
+        b = model.get_text_features(**processor(text=prompt, return_tensors="pt")).pooler_output[0]
+        assert float(cosines[i]) == pytest.approx(F.cosine_similarity(a, b, dim=0).item(), abs=1e-5)
+        assert float(marks[i]) == pytest.approx(head(a / a.norm()).item(), abs=1e-5)
+
+def test_judge_asks_and_reads(gallery, monkeypatch):
+    """The picture and the prompt must arrive; an answer without a number is 0, and does not end a run."""
+    asked = []
+
+    def answer(request, timeout):
+        asked.append(json.loads(request.data)["messages"][0]["content"])
+        assert request.full_url == "http://judge/v1/chat/completions"
+        text = ["8", "I'd say 6.5 of 10", "No idea."][len(asked) - 1]
+        return io.StringIO(json.dumps({"choices": [{"message": {"content": text}}]}))
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    monkeypatch.setenv("JUDGE_URL", "http://judge")
+    monkeypatch.setenv("JUDGE_MODEL", "any")
+    with pytest.warns(UserWarning, match="no number in the answer 'No idea.'"):
+        assert gallery.judge([*PAIR, PAIR[0]], ["a fox", "an owl", "x"]) == [8.0, 6.5, 0.0]
+    text, picture = asked[1]
+    assert "an owl" in text["text"]
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,")
+
+def test_a_reward_is_called_once_a_step(tmp_path):
+    """A reward of a minute was called again for the saved pictures, which the page says is over."""
+    calls = []
+
+    def count(images, prompts, targets):
+        calls.append(len(images))
+        return [0.0] * len(images)
+
+    wrapper = make_wrapper(out=str(tmp_path / "run"), steps=2, save_every=1)
+    grpo.GRPOTrainer(wrapper.config, wrapper, ["a red fox", "green"], {"count": (count, 1.0)}).train()
+    assert calls == [8, 8] and (tmp_path / "run/samples_00002.png").exists()
+
+def test_targets(tmp_path, command):
+    """The file that it writes must be one that --prompts reads, with targets for `mse`."""
+    load_module(code_of(REWARDS, "targets.py"), "targets")
+    prompts, targets = grpo.load_prompts("targets.txt")
+    assert len(prompts) == 8 and prompts[0] == "a red thing"
+    assert [targets[0].getpixel(at) for at in ((0, 0), (0, 127))] == [(255, 255, 255), (255, 0, 0)]
+    flags = "--width 128 --height 128 --steps 1 --reward mse --prompts targets.txt --out run"
+    assert command(*SMALL, *flags.split())[0] == 0
+    assert -1 < rows_of(tmp_path / "run")[0]["reward/mse"] < 0
+
+# --- Changes to copy ----------------------------------------------------------------------------------------
+def read_changes():
+    """{heading: its diffs, each as the lines before and the lines after}."""
+    changes = {}
+    for section in CHANGES.split("\n## ")[1:]:
+        heading = section.split("\n")[0]
+        for diff in re.findall(r"^```diff\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
+            before, after = (re.sub(rf"^[{sign}].*\n|^.", "", diff, flags=re.MULTILINE) for sign in "+-")
+            changes.setdefault(heading, []).append((before, after))
+    return changes
+
+CHANGED = read_changes()
+
+def make_changed(*headings):
+    """grpo.py with these changes, as a module."""
+    code = (HERE / "grpo.py").read_text()
+    for heading in headings:
+        for before, after in CHANGED[heading]:
+            assert code.count(before) == 1, f"{heading}: these lines are not in grpo.py, or twice:\n{before}"
+            code = code.replace(before, after)
+    return load_module(code, "changed")
+
+def train_changed(changed, out, rewards=None, **settings):
+    """Steps on the toy of random weights -> the trainer."""
+    settings = dict(steps=1, width=64, height=64, batch_size=2, out=str(out)) | settings
+    config = changed.Config(**grpo.TINY | settings)
+    wrapper = changed.GLMImageWrapper(QUICK(0), config)
+    trainer = changed.GRPOTrainer(config, wrapper, ["a red fox", "green", "blue"], rewards)
+    trainer.train()
+    return trainer
+
+@pytest.mark.parametrize("heading", [*CHANGED, "all of them"])
+def test_each_change_applies_and_trains(tmp_path, heading):
+    """A line of grpo.py that has moved on is named; alone and together they train, by their count of lines."""
+    headings = CHANGED if heading == "all of them" else [heading]
+    changed = make_changed(*headings)
+    logprobs = torch.zeros(2, 5, requires_grad=True)
+    advantages = torch.tensor([1.0, -2.0])
+    changed.compute_grpo_loss(logprobs, logprobs, advantages)[0].backward()  # on policy it is still REINFORCE
+    assert torch.allclose(logprobs.grad, -advantages[:, None].expand(2, 5) / 10)
+    for top_p in (None, 0.5):
+        trainer = train_changed(changed, tmp_path / f"run{top_p}", top_p=top_p)
+        row, = rows_of(tmp_path / f"run{top_p}")
+        assert row["grad_norm"] > 0 == row["skipped"]
+        assert all(weight.isfinite().all() for weight in trainer.lora.weights.values())
+
+def test_the_table_of_changes():
+    """The price of a change is counted in its diffs."""
+    rows = table(CHANGES, "| change | lines |")
+    assert len(rows) == len(CHANGED) == 5
+    for (_, lines, _), heading in zip(rows, CHANGED):
+        text = CHANGES.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+        diffs = "".join(re.findall(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+        added, removed = (len(re.findall(rf"^[{sign}]", diffs, re.MULTILINE)) for sign in "+-")
+        told = {words.split()[1]: int(words.split()[0]) for words in lines.split(", ")}
+        assert told == {kind: n for kind, n in (("added", added - removed), ("replaced", removed)) if n}, heading
+
+def test_gspo_and_cispo_by_hand():
+    """GSPO's ratio is the geometric mean of a row; in CISPO a clipped token keeps its gradient, of bounded weight."""
+    old = torch.zeros(1, 2)
+    new = torch.tensor([[1.5, 0.5]]).log().requires_grad_()
+    loss, metrics = make_changed("GSPO").compute_grpo_loss(new, old, torch.ones(1))
+    assert loss.item() == pytest.approx(-(0.75**0.5)) and metrics["ratio_max"] == pytest.approx(0.75**0.5)
+    loss, metrics = make_changed("CISPO").compute_grpo_loss(new, old, torch.ones(1), 0.2, 0.3)
+    loss.backward()
+    assert new.grad.tolist() == [pytest.approx([-1.3 / 2, -0.5 / 2])]
+    assert metrics["clip_frac"] == 0.5
+
+def test_the_entropy_bonus_raises_the_entropy(tmp_path):
+    """With the wrong sign, or without a gradient, it would do nothing or harm: here nothing else acts."""
+    changed = make_changed("An entropy bonus")
+    same = {"same": (lambda images, *_: [1.0] * len(images), 1.0)}
+    entropies = [row["entropy"] for row in train_changed(
+        changed, tmp_path / "run", same, steps=8, kl_coef=0.0, lr=0.01, batch_size=3).history]
+    assert entropies[-1] > entropies[0] + 0.01
+
+def test_dynamic_sampling_replaces_equal_groups(tmp_path):
+    """The step must train on groups that differ, whole and in order, and give up after five rollouts."""
+    changed = make_changed("Dynamic sampling")
+    calls = []
+
+    def rarely(images, prompts, targets):
+        """Only the second group of the third rollout, and the first of the fourth, have unequal rewards."""
+        calls.append(prompts)
+        unequal = {3: (4, 8), 4: (0, 4)}.get(len(calls), (0, 0))
+        return [float(i) if unequal[0] <= i < unequal[1] else 1.0 for i in range(8)]
+
+    seen = []
+    original = changed.GRPOTrainer.train_step
+    changed.GRPOTrainer.train_step = lambda self, rollout: seen.append(rollout) or original(self, rollout)
+    train_changed(changed, tmp_path / "run", {"rarely": (rarely, 1.0)})
+    assert len(calls) == 4
+    rollout, = seen
+    assert rollout["rewards"].tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert rollout["prompts"] == calls[2][4:] + calls[3][:4]
+    assert {key: len(values) for key, values in rollout.items()} == dict.fromkeys(rollout, 8)
+    calls.clear()
+    train_changed(changed, tmp_path / "equal", {"equal": (lambda images, *_: calls.append(1) or [1.0] * 8, 1.0)})
+    assert len(calls) == 5
+
+def test_the_hook_on_the_command_line(tmp_path, command, monkeypatch):
+    """hooked.py takes the flags of grpo.py, and its hook sees each step once."""
+    changed = make_changed("A hook for a logger")
+    monkeypatch.setitem(sys.modules, "grpo", changed)
+    monkeypatch.setattr(changed, "make_tiny_pipeline", QUICK)
+    code = code_of(CHANGES, "hooked.py").replace("(row, images):\n", "(row, images):\n    SEEN.append(row['step'])\n")
+    Path("hooked.py").write_text(code)
+    monkeypatch.setattr(sys, "argv", ["hooked.py", *SMALL, *"--steps 2 --out run".split()])
+    seen = runpy.run_path("hooked.py", dict(SEEN=[]), "__main__")["SEEN"]
+    assert seen == [1, 2]
+    assert Image.open("latest.png").size == (64, 64)
+
+def test_notebook(tmp_path, monkeypatch):
+    """What is copied into a cell must train, and say why it does not when the cell is run again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
+    code = code_of(CHANGES, "notebook.py").replace("steps=20", "steps=1")
+    notebook = load_module(code, "notebook")
+    assert 0 < rows_of(tmp_path / "runs/mine")[0]["reward/bright"] < 1
+    with pytest.raises(ValueError, match="adapters already"):
+        grpo.GRPOTrainer(notebook.config, notebook.wrapper, notebook.prompts)
+    with pytest.raises(FileExistsError):
+        load_module(code, "notebook")
+
+def test_a_step_by_hand(monkeypatch):
+    """It must meet the sampler's log-probs, and move the adapters with a loss of 0."""
+    monkeypatch.setattr(WRAPPER, "from_pretrained", lambda path, config: make_wrapper())
+    step = load_module(code_of(CHANGES, "step.py"), "step")
+    assert (step.new_logprobs - step.logprobs).abs().max() < 1e-5
+    assert abs(step.loss.item()) < 1e-6
+    assert any(weight.any() for name, weight in step.lora.weights.items() if "lora_B" in name)
+
+def test_board(finished, tmp_path, monkeypatch):
+    """Every metric and every picture is shown at its own step."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    out = shutil.copytree(finished, tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["board.py", str(out)])
+    load_module(code_of(CHANGES, "board.py"), "board")
+    board = events.EventAccumulator(str(out / "tensorboard")).Reload()
+    rows = rows_of(out)
+    rewards = [event.value for event in board.Scalars("reward")]
+    assert rewards == pytest.approx([row["reward"] for row in rows])
+    assert rows[0].keys() - {"step"} <= set(board.Tags()["scalars"])
+    assert [event.step for event in board.Scalars("reward")] == [row["step"] for row in rows]
+    steps = [int(path.stem[8:]) for path in sorted(out.glob("samples_*.png"))]
+    assert [event.step for event in board.Images("samples")] == steps
