@@ -2,10 +2,11 @@
 
 They stand in the order of grpo.py. While you change something, run what looks at it; at the end, run all:
     advantages, loss    pytest -q -k "advantages or clip or k3 or ratio or gradient or logprob or settings"
-    trainer, adapters   pytest -q -k "gradient or update or step or order or metrics or resume or adapters"
+    rollout, update     pytest -q -k "gradient or update or step or order or metrics or ratio or reference"
+    files, adapters     pytest -q -k "written or resume or cell or picture or lora or adapters or kill or gpu"
     rewards, prompts    pytest -q -k "reward or pictures or prompts"
-    sampling, painting  pytest -q -k "position or sampl or chance or paint or half or halves or card"
-    the command line    pytest -q -k "command or bad or bug or ctrl_c or gpus or kill or help or wrapper"
+    sampling, painting  pytest -q -k "position or sampl or chance or paint or half or halves or card or toy"
+    the command line    pytest -q -k "command or config or bad or bug or ctrl_c or kill or help or wrapper"
 """
 import copy, dataclasses, functools, inspect, json, math, multiprocessing, os, random, re, signal
 import socket, subprocess, sys, threading
@@ -620,8 +621,8 @@ def test_prompts_are_encoded_and_positions_made_as_in_the_stock_pipeline(width, 
 @pytest.mark.parametrize("top_p, dtype, bound", [
     (1.0, torch.float32, 1e-5), (0.6, torch.float32, 1e-5), (1.0, torch.bfloat16, 0.05)])
 def test_sampler_and_trainer_agree(top_p, dtype, bound):
-    """THE test: cached steps and one teacher-forced pass give the same log-probs, with padding and top-p. They
-    are others without the nucleus or the temperature, and by a naive `model(prompt + tokens)`."""
+    """THE test: cached steps and one teacher-forced pass give the same log-probs, with padding and top-p;
+    without the nucleus or the temperature they are others, and by a naive `model(prompt + tokens)`."""
     wrapper = make_wrapper(dtype, top_p=top_p)
     tokens, logprobs, nuclei = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
     prompts = [p for p in PROMPTS for _ in range(3)]

@@ -131,8 +131,8 @@ class FakeGPU(TorchDispatchMode):
         return result
 
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """What `F.scaled_dot_product_attention` allocates on a GPU: with a mask the memory-efficient kernel, which
-    wants it in the dtype of the query, its rows padded to a multiple of 8; without one as flash attention."""
+    """What `F.scaled_dot_product_attention` allocates on a GPU: with a mask the memory-efficient kernel,
+    which wants it in the dtype of the query, its rows padded to a multiple of 8; without one as flash."""
     assert not enable_gqa
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
@@ -270,7 +270,8 @@ def bench(argv):
     print(f"{config.model}, {config.width} x {config.height}, {config.decode_steps} decode steps, "
           f"{config.micro_batch_size} images at a time, offload {config.offload}, {where}, one prompt, "
           f"medians of {repeats}, seconds\n")
-    columns = "group, stock rollout, ours, ratio, sample, decode, update, step, tokens/s, peak GiB".split(", ")
+    columns = "group, stock rollout, ours, ratio, sample, decode, update, step, tokens/s, peak GiB"
+    columns = columns.split(", ")
     print("|", " | ".join(columns), "|")
     print("|---" * len(columns) + "|")
     for group_size in (1, 4, 8, 16):
@@ -287,8 +288,9 @@ def bench(argv):
         peak = torch.cuda.max_memory_allocated() / 2**30
         ours = sample + decode
         step = ours + score + update
-        print(f"| {group_size} | {stock:.3f} | {ours:.3f} | {stock / ours:.1f}x | {sample:.3f} | {decode:.3f} "
-              f"| {update:.3f} | {step:.3f} | {tokens.numel() / sample:.0f} | {peak:.1f} |", flush=True)
+        print(f"| {group_size} | {stock:.3f} | {ours:.3f} | {stock / ours:.1f}x | {sample:.3f} "
+              f"| {decode:.3f} | {update:.3f} | {step:.3f} | {tokens.numel() / sample:.0f} "
+              f"| {peak:.1f} |", flush=True)
 
 def memory():
     """One table. What does not depend on the number of prompts is counted anew in every row."""
@@ -299,12 +301,14 @@ def memory():
     pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes) / 2**30  # PyTorch rounds each block up
     whole = gib(ar, *halves[1])
     with_pinned = pinned + whole - sum(sizes) / 2**30
-    print(f"GiB of weights in bf16: {gib(*halves[0]):.1f} to sample and update, {gib(*halves[1]):.1f} to decode; "
-          f"on the host {whole:.1f}, with --offload on, pinned, {with_pinned:.1f}; --offload on / off:\n")
+    print(f"GiB of weights in bf16: {gib(*halves[0]):.1f} to sample and update, "
+          f"{gib(*halves[1]):.1f} to decode; on the host {whole:.1f}, with --offload on, pinned, "
+          f"{with_pinned:.1f}; --offload on / off:\n")
     print("| size | prompts x group | micro-batch | sample | decode | update |")
     print("|---|---|---|---|---|---|", flush=True)
     for side, num_prompts, group_size, size in [
-            (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]:
+            (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
+            (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]:
         peaks = count_memory(side, num_prompts, size, group_size)
         pairs = [peaks[phase] for phase in ("sample", "decode", "update")]
         cells = [f"{pair['on']:.1f} / {pair['off']:.1f}" for pair in pairs]
@@ -365,13 +369,14 @@ def ablate(seeds):
         print("| " + " | ".join([name, *cells]) + " |")
 
 # --- How far bf16 rounds at depth, on a CPU -------------------------------------------------------------
-DEPTHS = [(10, 0.04, 16), (20, 0.04, 16), (40, 0.04, 16), (40, 0.08, 16), (40, 0.04, 32)]  # layers, init, bits
+DEPTHS = [(10, 0.04, 16), (20, 0.04, 16), (40, 0.04, 16), (40, 0.08, 16),  # layers, init, bits
+          (40, 0.04, 32)]
 
 @torch.no_grad()
 def depth(linear=F.linear):
-    """A table: GLM-Image's AR half, random, a quarter as wide; max |log-prob differences| of the sampler to the
-    trainer (gap), of two trainer passes (again), to one without padding, and to one whose sums are in reverse
-    order; of the last also the 99th percentile, the mean, and the share of ratios that are off by 0.2 (out)."""
+    """A table: GLM-Image's AR half, random, a quarter as wide; max |log-prob differences| of the sampler to
+    the trainer (gap), of two trainer passes (again), to one without padding, and to one whose sums are in
+    reverse order; of the last also the 99th percentile, the mean, the share of ratios off by 0.2 (out)."""
     prompts = ["green"] * 4 + ["a red fox on a wall beside a yellow door"] * 4
     print("|layers|init|bits|nats|gap|again|unpadded|reversed|99 %|mean|out|\n" + "|-" * 11 + "|")
     for layers, init, bits in DEPTHS:
