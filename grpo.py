@@ -68,10 +68,9 @@ class Config:
     out: str = None  # a new folder for the run; None: runs/<date-time>
 
     def __post_init__(self):  # a ValueError here comes before a model is loaded
-        lowest = dict(lr=0, clip_range=0, clip_range_high=0, kl_coef=0, guidance=0, seed=0,
-                      group_size=2, max_grad_norm=1e-9, temperature=0.01, top_p=0.01)
+        lowest = dict(seed=0, group_size=2, max_grad_norm=1e-9, temperature=0.01, top_p=0.01)
         for name, value in vars(self).items():
-            low = lowest.get(name, 1)
+            low = lowest.get(name, 1 if isinstance(value, int) else 0)
             high = 1 if name == "top_p" else 1e9
             if isinstance(value, (int, float)) and not low <= value <= high:  # a NaN fails
                 raise ValueError(f"--{name} {value}: must be from {low} to {high:g}")
@@ -534,7 +533,11 @@ class GLMImageWrapper:
         self.move_to_gpu(self.ar_half)
         ids, position_ids, visible = self.encode(prompts)
         tokens = tokens.to(DEVICE)
+        # Training mode switches on activation checkpointing (there is no dropout), and eval mode
+        # follows: in training mode the stock pipeline would not use its cache.
+        self.ar_half.train(torch.is_grad_enabled())
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, visible)
+        self.ar_half.eval()
         logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: a token is predicted one place earlier
         logprobs = compute_policy_logprobs(logits, nuclei)
         entropy = torch.distributions.Categorical(logits=logprobs.detach()).entropy()
@@ -594,13 +597,9 @@ class GLMImageWrapper:
         as the outer one would make positions of its own."""
         language_model, lm_head = self.ar_half
         rows = slice(start, start + ids.shape[1])
-        # Training mode switches on activation checkpointing (there is no dropout), and eval mode
-        # follows: in training mode the stock pipeline would not use its cache.
-        language_model.train(torch.is_grad_enabled())
         hidden = language_model(
             input_ids=ids, position_ids=position_ids[..., rows], attention_mask=visible[:, :, rows],
             past_key_values=cache, use_cache=False).last_hidden_state  # makes none, but fills one
-        language_model.eval()
         codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
         return lm_head(hidden)[..., :codebook_size].float() / self.temperature
 
@@ -720,6 +719,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
         optimizer.zero_grad()
         (policy_loss + painter_loss).backward()
         optimizer.step()
+    pipe.vae.enable_slicing()  # image by image, which is quicker on a CPU
     return pipe
 
 # --- The command line ----------------------------------------------------------------------------

@@ -984,12 +984,13 @@ def test_the_first_command_learns(run):
     before, after = (np.array(grpo.reward_color(map(sheet.crop, places), prompts)) for sheet in sheets)
     assert np.mean(after - before) > 0.1 and sorted(after)[1] > 0.85
 
-WRONG = """--group-size 1, --group-size four, --width 0, --width 100, --height -64, --height 48.5, --size 512,
-    --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0, --seed -1,
-    --decode-steps 0, --num-iterations 0, --lr nan, --lr -1, --lr inf, --kl-coef -1, --clip-range inf,
-    --clip-range-high -1, --clip-range-high, --clip-range-high None, --max-grad-norm nan, --max-grad-norm 0,
-    --guidance nan, --top-p 0, --top-p 1.5, --temperature 0, --offload maybe, --scale-rewards batch,
-    --reward-norm group, --grop-size 4, --reward """  # the answer names the flag
+WRONG = """--group-size 1, --group-size four, --width 0, --width 100, --height 100, --height -64,
+    --height 48.5, --size 512, --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5,
+    --save-every 0, --lora-rank 0, --seed -1, --decode-steps 0, --num-iterations 0, --lr nan, --lr -1,
+    --lr inf, --kl-coef -1, --clip-range inf, --clip-range-high -1, --clip-range-high,
+    --clip-range-high None, --max-grad-norm nan, --max-grad-norm 0, --guidance nan, --top-p 0,
+    --top-p 1.5, --temperature 0, --offload maybe, --scale-rewards batch, --reward-norm group,
+    --grop-size 4, --reward """  # the answer names the flag
 BAD = [(typed, typed.split()[0][2:]) for typed in re.split(r",\s+", WRONG)] + [  # typed, a word of the answer
     ("--prompts missing.txt", "missing.txt"), ("--prompts .", "directory"), ("--prompts text.txt", "image"),
     ("--prompts comments.txt", "prompt"), ("--prompts latin1.txt", "utf-8"), ("--prompts lost.txt", "lost"),
