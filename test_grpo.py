@@ -543,7 +543,7 @@ def test_prompts_file(tmp_path):
 # --- LoRA ---------------------------------------------------------------------------------------------------
 def test_lora_by_hand(tmp_path):
     """Twice B A x at any rank, 0 at first, in files under the names and with the scale that peft reads."""
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2)})
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "ab": torch.nn.Linear(3, 2)})  # "ab" is no "a"
     x = torch.randn(5, 3)
     base = model["a"](x)
     lora = grpo.LoRA(model, "a", rank=4)
@@ -985,12 +985,11 @@ def test_the_first_command_learns(run):
     assert np.mean(after - before) > 0.1 and sorted(after)[1] > 0.85
 
 WRONG = """--group-size 1, --group-size four, --width 0, --width 100, --height 100, --height -64,
-    --height 48.5, --size 512, --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5,
-    --save-every 0, --lora-rank 0, --seed -1, --decode-steps 0, --num-iterations 0, --lr nan, --lr -1,
-    --lr inf, --kl-coef -1, --clip-range inf, --clip-range-high -1, --clip-range-high,
-    --clip-range-high None, --max-grad-norm nan, --max-grad-norm 0, --guidance nan, --top-p 0,
-    --top-p 1.5, --temperature 0, --offload maybe, --scale-rewards batch, --reward-norm group,
-    --grop-size 4, --reward """  # the answer names the flag
+    --size 512, --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0,
+    --seed -1, --decode-steps 0, --num-iterations 0, --lr nan, --lr -1, --lr inf, --kl-coef -1,
+    --clip-range inf, --clip-range-high -1, --clip-range-high, --max-grad-norm nan, --max-grad-norm 0,
+    --guidance nan, --top-p 0, --top-p 1.5, --temperature 0, --offload maybe, --scale-rewards batch,
+    --reward-norm group, --grop-size 4, --reward """  # the answer names the flag
 BAD = [(typed, typed.split()[0][2:]) for typed in re.split(r",\s+", WRONG)] + [  # typed, a word of the answer
     ("--prompts missing.txt", "missing.txt"), ("--prompts .", "directory"), ("--prompts text.txt", "image"),
     ("--prompts comments.txt", "prompt"), ("--prompts latin1.txt", "utf-8"), ("--prompts lost.txt", "lost"),
