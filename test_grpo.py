@@ -333,11 +333,11 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     trainer = make_trainer(tmp_path / "run")
     spy = mock.Mock(return_value=torch.arange(8))
     trainer.rewards = {"spy": (spy, 1.0)}
-    chosen, seeds = trainer.draw_prompts(1)
-    rollout, _ = trainer.rollout(1)
+    chosen, seeds = trainer.draw_prompts(4)  # of prompts that do not stand in the order of the file
+    rollout, _ = trainer.rollout(4)
     images, prompts, targets = spy.call_args.args
     places = [target.getpixel((0, 0))[0] for target in targets]
-    assert places == np.repeat(chosen, 4).tolist()
+    assert places == np.repeat(chosen, 4).tolist() != sorted(places)
     assert prompts == rollout["prompts"] == [trainer.prompts[i] for i in places]
     assert rollout["rewards"].tolist() == list(range(8))
     with torch.no_grad():
