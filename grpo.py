@@ -2,14 +2,17 @@
 
 GLM-Image draws in two halves: an autoregressive transformer (AR, 9 B) writes visual tokens, and a
 diffusion transformer (DiT, 7 B) paints them. Here the AR half learns what to draw:
+
     prompt ---> AR ---- tokens ---> DiT + VAE ---> image ---> reward ---> advantage
               trained                frozen              any function    z-score in the group
                  ^--------------- update: a clipped policy gradient <---------+
+
 A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTrainer.train`:
   1. sample   the policy, AR + LoRA, draws G token sequences per prompt; each token is an action
   2. decode   the frozen DiT paints them; all G of a prompt, a group, start from the same noise
   3. score    any function turns images into numbers; no gradient passes through a picture
-  4. compare  advantage = (reward - mean) / std of its group: no value network is needed
+  4. compare  advantage = (reward - mean) / std of its group: the group mean is the baseline
+              that a value network would otherwise have to learn
   5. update   make tokens of better images likelier, within PPO's clip, near the base model (KL)
   6. log      metrics, pictures of fixed prompts, a checkpoint
 `python grpo.py` trains GLM-Image where a GPU has 60 GiB or more, else a toy. Of a smaller GPU
