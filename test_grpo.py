@@ -1,5 +1,4 @@
 """Tests of grpo.py: identities, mostly, on a toy of random weights. No network, no GPU: `pytest -q`.
-
 They stand in the order of grpo.py. While you change something, run what looks at it; at the end, run all:
     advantages, loss    pytest -q -k "advantages or clip or k3 or ratio or gradient or logprob or settings"
     rollout, update     pytest -q -k "gradient or update or step or order or metrics or ratio or reference"
@@ -680,6 +679,7 @@ def test_micro_batches_paint_the_same(sampled):
     painted = []
     for size in (1, 2, 3):
         wrapper = make_wrapper(micro_batch_size=size, decode_steps=2)
+        wrapper.pipe.vae.disable_slicing()
         grpo.make_faster(wrapper.pipe, wrapper.config)
         wrapper.pipe.transformer.register_forward_pre_hook(
             lambda module, args, inputs: sizes.append(len(inputs["hidden_states"])), with_kwargs=True)
@@ -900,11 +900,11 @@ def test_an_error_on_one_gpu_ends_the_run_on_all(tmp_path):
 def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, monkeypatch, where):
     """And no traceback; but where nothing is saved yet, --resume would fail: nothing is promised."""
     if where:
-        monkeypatch.setattr(grpo, where, lambda *_: signal.raise_signal(signal.SIGINT))
+        monkeypatch.setattr(grpo, where, mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             command(*SMALL, "--out", "run")
     else:
-        press = after_two_steps(lambda: signal.raise_signal(signal.SIGINT))
+        press = after_two_steps(mock.Mock(side_effect=KeyboardInterrupt))
         monkeypatch.setattr(grpo.GRPOTrainer, "train_step", press)
         outcome = command(*SMALL, "--out", "run")
         assert outcome[0] == "stopped; python grpo.py --resume run goes on after its last step"
