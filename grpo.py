@@ -376,8 +376,8 @@ def load_rewards(text):
             function = run_once(file).get(function_name)
         weight = float(weight or 1)
         if function is None or name in rewards or not math.isfinite(weight):
-            raise ValueError(f"--reward {part}: must be color, mse or file.py:function, once, "
-                             "with a finite weight")
+            raise ValueError(f"--reward {part}: not found, twice, or without a finite weight; "
+                             "known are color, mse and file.py:function")
         rewards[name] = function, weight
     return rewards
 
