@@ -651,8 +651,8 @@ def make_faster(pipe, config):
 
 # --- The toy: the real classes with 0.7 M weights, fitted in seconds -----------------------------
 # It cheats three times, so that a laptop sees it learn. Its words are its codes: the 8 COLORS. Its
-# painter is fitted beforehand, to paint a code as a square of its colour. And its policy knows 40 %
-# of it: so many tokens of its fit have the prompt's colour. You need nothing here to learn GRPO.
+# painter is fitted beforehand, to paint a code as a square of its colour. Its policy is fitted too,
+# to tokens of which 40 % have the prompt's colour. Nothing here is needed to understand GRPO.
 TINY = dict(model="tiny", steps=40, micro_batch_size=16, lr=2e-3, lora_rank=16, width=128,
             height=128, decode_steps=1, guidance=1.0, offload="off")
 
