@@ -1,5 +1,4 @@
 """grpo.py: GRPO for GLM-Image, in one file.
-
 GLM-Image draws in two halves: an autoregressive transformer (AR, 9 B) writes visual tokens, and a
 diffusion transformer (DiT, 7 B) paints them. Here the AR half learns what to draw:
 
@@ -11,16 +10,11 @@ A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTr
   1. sample   the policy, AR + LoRA, draws G token sequences per prompt; each token is an action
   2. decode   the frozen DiT paints them; all G of a prompt, a group, start from the same noise
   3. score    any function turns images into numbers; no gradient passes through a picture
-  4. compare  advantage = (reward - mean) / std of its group: the group mean is the baseline
-              that a value network would otherwise have to learn
+  4. compare  advantage = (reward - mean) / std of its group; the mean replaces a value network
   5. update   make tokens of better images likelier, within PPO's clip, near the base model (KL)
   6. log      metrics, pictures of fixed prompts, a checkpoint
-`python grpo.py` trains GLM-Image where a GPU has 60 GiB or more, else a toy. Of a smaller GPU
-`--model zai-org/GLM-Image` asks 24 GB, as it holds one half at a time (counted, not measured).
-
-Axes:  P prompts, G samples of each, N = P * G in the order p0 p0 .. p1 p1 .., B in a micro-batch
-       L prompt tokens, padded on the left
-       T image tokens, each one of V codes; images have one size, so one T: the loss needs no mask
+Axes:  P prompts, G samples of each, N = P * G in the order p0 p0 .. p1 p1 .., B in a micro-batch,
+       L prompt tokens, padded on the left, T image tokens, the same for all, each one of V codes
 """
 import argparse, contextlib, dataclasses, functools, inspect, json, math
 import os, re, runpy, sys, time, traceback
@@ -37,19 +31,18 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 GPU_GIB = torch.cuda.get_device_properties(0).total_memory / 2**30 if CUDA else 0
-progress = functools.partial(  # a bar, where there is a terminal to show it
-    tqdm.tqdm, leave=False, disable=RANK > 0 or not sys.stderr.isatty())
+progress = functools.partial(tqdm.tqdm, leave=False, disable=None)  # a bar, in a terminal alone
 
 # --- Settings: each field is a flag, and --help shows its comment --------------------------------
 @dataclasses.dataclass
 class Config:
-    model: str = "zai-org/GLM-Image"  # hub id, folder, or tiny, which is the default below 60 GiB
+    model: str = "zai-org/GLM-Image" if GPU_GIB >= 60 else "tiny"  # hub id, folder, or the toy
     resume: str = None  # folder of a run to go on in, with its settings; what is typed wins
     prompts: str = None  # text file, one prompt a line; None: prompts.txt beside this file
     reward: str = "color"  # color, mse, file.py:function, or with weights: color=1,mine.py:sharp=.2
     steps: int = 300  # rollouts, with their updates
     group_size: int = 4  # images per prompt
-    batch_size: int = 8  # prompts per step, of all GPUs together
+    batch_size: int = 8  # prompts per step, all GPUs
     micro_batch_size: int = 1  # images decoded or updated at a time; changes memory, not results
     lr: float = 5e-5  # learning rate of AdamW
     num_iterations: int = 1  # updates per step; in the first, all ratios are 1
@@ -77,31 +70,24 @@ class Config:
             high = 1 if name == "top_p" else 1e9
             if isinstance(value, (int, float)) and not low <= value <= high:  # a NaN fails
                 raise ValueError(f"--{name} {value}: must be from {low} to {high:g}")
-        if self.width % 32 or self.height % 32:
-            raise ValueError(f"--width {self.width} --height {self.height}: multiples of 32")
-        if self.batch_size % WORLD_SIZE:
-            raise ValueError(f"--batch_size must be a multiple of the {WORLD_SIZE} GPUs")
+        if self.width % 32 or self.height % 32 or self.batch_size % WORLD_SIZE:
+            raise ValueError("--width, --height: multiples of 32; --batch_size: of the GPU count")
         if self.resume is not None:
             saved = read_checkpoint(self.resume)["config"]
-            now = vars(self)
-            if any(saved[name] != now[name] for name in ("model", "seed", "lora_rank")):
+            if any(saved[name] != vars(self)[name] for name in ("model", "seed", "lora_rank")):
                 raise ValueError("--resume: the run has another --model, --seed or --lora_rank")
         self.out = self.resume or self.out or time.strftime("runs/%Y%m%d-%H%M%S")
 
 # --- The maths: pure functions of tensors --------------------------------------------------------
 def compute_advantages(rewards, group_size, scale="group"):
     """How much better each sample is than its group: A = (r - mean of its group) / (std + 1e-6).
-    rewards [N], ordered by group -> advantages [N], fp32. The std is unbiased; scale "none" does
-    not divide by it (Dr. GRPO, 2503.20783). Equal rewards get exactly 0 and teach nothing."""
-    rewards = torch.as_tensor(rewards).double()  # the mean of equal numbers is exact
-    if group_size < 2 or len(rewards) % group_size or not rewards.isfinite().all():
-        raise ValueError(f"no groups of {group_size} finite rewards: {rewards.tolist()}")
-    if scale not in ("group", "none"):
-        raise ValueError(f'scale is "group" or "none", not {scale!r}')
-    groups = rewards.view(-1, group_size)  # [P, G]
-    advantages = groups - groups.mean(1, keepdim=True)
+    rewards [N], by group -> [N], fp32; scale "none" does not divide (Dr. GRPO, 2503.20783)."""
+    groups = torch.as_tensor(rewards).double().view(-1, group_size)  # [P, G]
+    advantages = groups - groups.mean(1, keepdim=True)  # fp64: equal rewards give exactly 0
     if scale == "group":
         advantages /= groups.std(1, keepdim=True) + 1e-6
+    elif scale != "none":
+        raise ValueError(f'scale is "group" or "none", not {scale!r}')
     return advantages.flatten().float()
 
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, clip_range_high=0.2,
@@ -111,9 +97,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
     Log-probs are [N, T], or [N] (an action each), advantages [N]. Only new_logprobs get a gradient.
-    Why the loss may be 0: with one update per rollout old equals new, every ratio is 1, and
-    policy_loss is -mean(A), 0 over whole groups. The gradient is not 0: that of ratio * A at
-    ratio 1 is A * grad(new), REINFORCE with a baseline."""
+    Why the loss may be 0: at one update per rollout every ratio is 1, and policy_loss is -mean(A),
+    0 over whole groups. The gradient is not 0: that of ratio * A is A * grad(new), REINFORCE."""
     if advantages.shape != new_logprobs.shape[:1]:  # [N, T] would broadcast silently
         raise ValueError(f"advantages must be [N], one for each row: {advantages.shape}")
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
@@ -124,8 +109,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range_high) * A
     # Where a ratio is past the clip and A would push it further, the min is constant: no gradient.
     loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
-    metrics = dict(policy_loss=loss, ratio_mean=ratio.mean(), ratio_max=ratio.max())
-    metrics["clip_frac"] = (clipped < unclipped).float().mean()  # share that the clip has stopped
+    metrics = dict(policy_loss=loss, ratio_mean=ratio.mean(), ratio_max=ratio.max(),
+                   clip_frac=(clipped < unclipped).float().mean())  # share stopped by the clip
     if ref_logprobs is not None:
         delta = ref_logprobs.detach().reshape_as(new) - new
         delta = delta.clamp(max=20)  # an outlier would overflow; it gets no gradient
@@ -136,8 +121,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
 
 def compute_policy_logprobs(logits, nucleus=None):
     """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
-    logits [.., V], already divided by the temperature, fp32 (a bf16 log-prob of -9 is off by 0.03);
-    nucleus [.., V], bool: the codes that top-p leaves, or None for all -> log-probs [.., V].
+    logits [.., V], fp32; nucleus [.., V], bool: what top-p leaves, None for all -> [.., V].
     The trap of top-p: pi(code) = softmax(code) / (sum of the softmax over the nucleus). A trainer
     without the division, or with a nucleus of its own, improves another policy than the one that
     sampled. So the sampler keeps its nuclei, and the reference uses them too (2512.02556)."""
@@ -146,11 +130,10 @@ def compute_policy_logprobs(logits, nucleus=None):
     return logits.log_softmax(dim=-1)
 
 def sample_codes(logprobs, chance):
-    """The inverse CDF: where chance falls in the running sum of probabilities.
-    logprobs [N, V], chance [N, 1], uniform in 0..1 -> codes [N, 1]. Not `torch.multinomial`, which
-    draws for a whole batch at once: a sample must not depend on what else is in the batch."""
+    """The inverse CDF: logprobs [N, V], chance [N, 1], uniform in 0..1 -> codes [N, 1]. With
+    `torch.multinomial` a sample would depend on what else is in the batch."""
     mass = logprobs.double().exp().cumsum(1)
-    point = chance * mass[:, -1:]  # the last sum is 1 but for rounding
+    point = chance * mass[:, -1:]  # 1 up to rounding
     return torch.searchsorted(mass, point, right=True)  # right: no code of probability 0
 
 # --- The trainer: the loop, then what a turn of it consists of -----------------------------------
@@ -163,58 +146,45 @@ class GRPOTrainer:
         self.targets = targets or [None] * len(prompts)
         self.rewards = rewards or load_rewards(config.reward)
         self.out = Path(config.out)
-        self.history = []  # a row of metrics for each step
-        torch.manual_seed(config.seed)  # every GPU starts with the same adapters
+        self.history = []  # a row of metrics per step
+        torch.manual_seed(config.seed)  # equal adapters on all GPUs: the CPU draws them
         self.lora = LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
         if config.resume:
             self.load_checkpoint(config.resume)
 
     def train(self):
-        config = self.config
         if RANK == 0 and not self.history:
             self.out.mkdir(parents=True)  # FileExistsError: a run is never overwritten
             self.save_samples(0)  # before training
         first = len(self.history) + 1
-        for step in range(first, config.steps + 1):
+        for step in range(first, self.config.steps + 1):
             started = time.perf_counter()
             rollout, metrics = self.rollout(step)  # 1. sample, 2. decode, 3. score
             rollout["advantages"] = compute_advantages(  # 4. compare
-                rollout["rewards"], config.group_size, config.scale_rewards)
+                rollout["rewards"], self.config.group_size, self.config.scale_rewards)
             metrics |= self.train_step(rollout)  # 5. update
             metrics["seconds"] = time.perf_counter() - started
             self.log(step, metrics)  # 6. log
 
-    def draw_prompts(self, step):
-        """-> indices of this GPU's prompts, a seed for each. They depend on seed and step alone, so
-        a resumed run has no random state to restore."""
-        config = self.config
-        rng = np.random.default_rng([config.seed, step])
-        too_few = len(self.prompts) < config.batch_size
-        chosen = rng.choice(len(self.prompts), config.batch_size, replace=too_few)
-        seeds = rng.integers(2**63, size=config.batch_size)
-        return chosen[RANK::WORLD_SIZE], seeds[RANK::WORLD_SIZE].tolist()
-
     def rollout(self, step):
         """Steps 1 to 3, on the prompts of this GPU -> {key: N values}, metrics."""
         config = self.config
-        chosen, seeds = self.draw_prompts(step)
+        rng = np.random.default_rng([config.seed, step])  # a resumed run needs no random state
+        few = len(self.prompts) < config.batch_size
+        chosen = rng.choice(len(self.prompts), config.batch_size, replace=few)[RANK::WORLD_SIZE]
+        seeds = rng.integers(2**63, size=config.batch_size)[RANK::WORLD_SIZE].tolist()
         group_prompts = [self.prompts[i] for i in chosen]  # P
-        images, tokens, logprobs, nuclei = self.wrapper.generate_with_tracking(
-            group_prompts, config.group_size, seeds)
+        rollout = self.wrapper.generate_with_tracking(group_prompts, config.group_size, seeds)
         rows = np.repeat(chosen, config.group_size)  # N: p0 p0 .. p1 p1 ..
         prompts = [self.prompts[i] for i in rows]
         targets = [self.targets[i] for i in rows]
-        rewards, metrics = compute_rewards(images, prompts, targets, self.rewards)
-        std = rewards.view(-1, config.group_size).std(1)  # [P]
-        metrics["reward_std"] = std.mean().item()
-        metrics["frac_zero_std"] = (std < 1e-6).float().mean().item()  # groups that teach nothing
-        return dict(prompts=prompts, images=images, tokens=tokens, logprobs=logprobs,
-                    nuclei=nuclei, rewards=rewards), metrics
+        rewards, metrics = compute_rewards(rollout["images"], prompts, targets, self.rewards)
+        metrics["reward_std"] = rewards.view(-1, config.group_size).std(1).mean().item()
+        return rollout | dict(prompts=prompts, rewards=rewards), metrics
 
     def train_step(self, rollout):
-        """Step 5: one rollout -> metrics. The loss of a micro-batch counts by its share of all
-        samples: neither its size nor the number of GPUs changes the gradient."""
+        """Step 5: one rollout -> metrics. A micro-batch counts by its share of all samples."""
         config = self.config
         N = len(rollout["tokens"])
         batches = list(split_rollout(rollout, config.micro_batch_size))
@@ -273,8 +243,8 @@ class GRPOTrainer:
             return
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
-        lines = "\n".join(map(json.dumps, self.history))
-        Path(self.out, "metrics.jsonl").write_text(lines + "\n")
+        lines = [json.dumps(row) + "\n" for row in self.history]
+        Path(self.out, "metrics.jsonl").write_text("".join(lines))
         self.save_checkpoint()
         keys = "step reward reward_std loss kl entropy grad_norm sampler_gap_max".split()
         if row["skipped"]:
@@ -284,10 +254,10 @@ class GRPOTrainer:
     def save_samples(self, step):
         """Pictures of fixed prompts and seeds, and the adapter that drew them, to go back to."""
         prompts = self.prompts[:8]
-        images, *_ = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))
+        images = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))["images"]
         grid = diffusers.utils.make_image_grid(images, 1, len(images))
         grid.save(self.out / f"samples_{step:05d}.png")
-        self.lora.save(self.out / f"adapter_{step:05d}", self.config.model)
+        self.lora.save(self.out / f"adapter_{step:05d}")
 
     def save_checkpoint(self):
         """Written aside, then renamed: a kill in the middle leaves the file of the step before."""
@@ -304,10 +274,9 @@ class GRPOTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.param_groups[0]["lr"] = self.config.lr
         for name, weight in self.lora.weights.items():
-            weight.data = state["adapter"][name].to(DEVICE)
+            weight.data.copy_(state["adapter"][name])
 
-def split_rollout(rollout, size):
-    """{key: N values} -> micro-batches of this size, with the same keys."""
+def split_rollout(rollout, size):  # {key: N values} -> micro-batches with the same keys
     for start in range(0, len(rollout["tokens"]), size):
         yield {key: values[start:start + size] for key, values in rollout.items()}
 
@@ -315,25 +284,22 @@ def merge_rows(rows):
     """Metrics of several samples or GPUs -> one row: names in _max have maxima, others means."""
     merged = {}
     for key in rows[0]:
-        values = [row[key] for row in rows]
         merge = np.max if key.endswith("_max") else np.mean
-        merged[key] = float(merge(values))
+        merged[key] = float(merge([row[key] for row in rows]))
     return merged
 
 def read_checkpoint(folder):
-    """What save_checkpoint wrote. `weights_only` runs no code that a file may hold; `mmap` reads no
-    tensor before it is used, as only the settings are wanted before a model is loaded."""
-    file = Path(folder, "checkpoint.pt")
+    """What save_checkpoint wrote. `weights_only` runs no code, `mmap` reads what is used alone."""
     try:
-        state = torch.load(file, "cpu", weights_only=True, mmap=True)
-        return {key: state[key] for key in ("config", "history", "adapter", "optimizer")}
+        state = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)
+        assert "config" in state
+        return state
     except Exception as error:
         raise ValueError(f"--resume: {folder} holds no run: {error!r}")
 
 # --- Rewards -------------------------------------------------------------------------------------
 # A reward is any function that gives each image a finite number, higher is better. Only differences
-# inside a group count: without an opinion on a prompt, give all its images the same number. Nothing
-# is differentiated. Your own, in mine.py, for `--reward mine.py:bright`:
+# inside a group count; no opinion is one number for all. Your own, for `--reward mine.py:bright`:
 #     def bright(images, prompts, targets):  # PIL images, texts, PIL images to imitate or None
 #         return [image.convert("L").resize((1, 1)).getpixel((0, 0)) for image in images]
 COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
@@ -342,7 +308,7 @@ COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
 def pil_to_tensor(images):
     """PIL images of one size -> [N, 3, H, W], fp32 in 0..1."""
     pixels = np.stack([image.convert("RGB") for image in images])
-    return torch.from_numpy(pixels).movedim(3, 1) / 255
+    return torch.tensor(pixels).movedim(3, 1) / 255
 
 def tensor_to_pil(tensor):
     """[N, 3, H, W] in 0..1 -> PIL images, for code of your own."""
@@ -376,22 +342,20 @@ def load_rewards(text):
             function = run_once(file).get(function_name)
         weight = float(weight or 1)
         if function is None or name in rewards or not math.isfinite(weight):
-            raise ValueError(f"--reward {part}: not found, twice, or without a finite weight; "
-                             "known are color, mse and file.py:function")
+            raise ValueError(f"--reward {part}: not found, twice, or no finite weight; see --help")
         rewards[name] = function, weight
     return rewards
 
 @torch.no_grad()
 def compute_rewards(images, prompts, targets, rewards):
-    """{name: (function, weight)} -> the weighted sum [N], and {metric: float}, the means.
-    ValueError unless each image gets a finite number: a NaN would stop all learning in silence."""
+    """{name: (function, weight)} -> the weighted sum [N], and {metric: float}, the means."""
     total = torch.zeros(len(images))
     metrics = {}
     for name, (function, weight) in rewards.items():
         copies = [image.copy() for image in images]  # a reward may paint over its images
         values = list(function(copies, prompts, targets))
         scores = torch.tensor([float("nan" if value is None else value) for value in values])
-        if len(scores) != len(images) or not scores.isfinite().all():
+        if len(scores) != len(images) or not scores.isfinite().all():  # NaN: no learning
             raise ValueError(f"the reward {name} gave not {len(images)} finite numbers: {values}")
         metrics[f"reward/{name}"] = scores.mean().item()
         total += weight * scores
@@ -409,7 +373,7 @@ def load_prompts(path):
             prompts.append(prompt)
             targets.append(Image.open(path.parent / target).convert("RGB") if target else None)
     if not prompts:
-        raise ValueError(f"--prompts {path}: no prompt")
+        raise ValueError(f"--prompts {path}: empty")
     return prompts, targets
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained ---------------------------------------
@@ -426,11 +390,10 @@ class LoRA:
         self.weights = {}  # under peft's names
         for name, linear in model.named_modules():
             if re.fullmatch(targets, name):
-                # Drawn on the CPU, as two kinds of GPU draw different numbers from one seed.
                 A = torch.nn.Linear(linear.in_features, rank, bias=False).to(DEVICE).weight
                 B = torch.nn.Parameter(torch.zeros(linear.out_features, rank, device=DEVICE))
-                self.weights[f"{name}.lora_A.weight"] = A
-                self.weights[f"{name}.lora_B.weight"] = B
+                self.weights[f"base_model.model.{name}.lora_A.weight"] = A
+                self.weights[f"base_model.model.{name}.lora_B.weight"] = B
                 linear.register_forward_hook(functools.partial(self.add_low_rank, A, B))
 
     def add_low_rank(self, A, B, linear, inputs, output):
@@ -448,16 +411,12 @@ class LoRA:
         finally:
             self.enabled = True
 
-    def save(self, folder, base_model):
-        """As peft and transformers' load_adapter read it."""
+    def save(self, folder):  # as peft and transformers' load_adapter read it
         os.makedirs(folder, exist_ok=True)
-        config = self.config | dict(base_model_name_or_path=base_model)
-        Path(folder, "adapter_config.json").write_text(json.dumps(config))
-        tensors = {f"base_model.model.{name}": weight for name, weight in self.weights.items()}
-        safetensors.torch.save_file(tensors, Path(folder, "adapter_model.safetensors"))
+        Path(folder, "adapter_config.json").write_text(json.dumps(self.config))
+        safetensors.torch.save_file(self.weights, Path(folder, "adapter_model.safetensors"))
 
-# --- GLM-Image: prompt -> tokens -> image, with the log-probs that GRPO needs --------------------
-# Five facts of this model, from which the code below follows:
+# --- GLM-Image: prompt -> tokens -> image. Five facts, from which the code follows: --------------
 #   1. It writes two grids: a draft of about 16 x 16 codes, which sketches the picture, then the
 #      large grid, a code for each 32 x 32 pixels. Both are actions; only the large one is painted.
 #   2. A code is a token id from 0 to V - 1; ids above are image marks, padding and words.
@@ -465,9 +424,8 @@ class LoRA:
 #   4. The DiT wants each code four times, as 2 x 2: its patches have 16 x 16 pixels.
 #   5. Of the prompt the DiT reads only words in quotation marks, letter by letter (glyphs).
 class GLMImageWrapper:
-    """A `GlmImagePipeline` as a policy. All chance comes from the seeds that it is given. A model
-    of your own needs what the trainer uses: `policy` (gets the adapters), `TARGETS` (a regex for
-    its linear layers), `compute_logprobs` and `generate_with_tracking`."""
+    """A `GlmImagePipeline` as a policy. A model of your own needs `policy` (gets the adapters),
+    `TARGETS` (a regex for its linear layers), `compute_logprobs` and `generate_with_tracking`."""
     TARGETS = r"model\.language_model\.layers\.\d+\.\w+\.([qkvo]|gate_up|down)_proj"
 
     def __init__(self, pipe, config):
@@ -482,23 +440,20 @@ class GLMImageWrapper:
         self.dit_half = torch.nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
         pipe.set_progress_bar_config(disable=True)
         self.offload = config.offload == "on" or (config.offload == "auto" and 0 < GPU_GIB < 60)
-        self.on_gpu = None  # with offloading: the half that works
-        self.cpu_copies = {}  # half -> its tensors, each with its copy on the CPU
+        self.on_gpu = None  # the half that works
+        self.cpu_copies = []  # its tensors, each with its copy on the CPU
         for half in (self.ar_half, self.dit_half):
             half.requires_grad_(False).eval().to("cpu" if self.offload else DEVICE)
             if self.offload and CUDA:
                 half._apply(torch.Tensor.pin_memory)  # like `.to`; a GPU reads pinned memory fast
-            if self.offload:
-                tensors = [*half.parameters(), *half.buffers()]
-                self.cpu_copies[half] = [(tensor, tensor.data) for tensor in tensors]
 
     @classmethod
     def from_pretrained(cls, path, config):
         if path == "tiny":
-            torch.set_num_threads(1)  # more are slower
-            return cls(make_tiny_pipeline(config.seed), config)
-        dtype = torch.bfloat16 if CUDA else torch.float32
-        pipe = diffusers.GlmImagePipeline.from_pretrained(path, dtype=dtype)
+            torch.set_num_threads(1)  # more is slower
+            pipe = make_tiny_pipeline(config.seed)
+        else:
+            pipe = diffusers.GlmImagePipeline.from_pretrained(path, dtype=torch.bfloat16)
         make_faster(pipe, config)
         return cls(pipe, config)
 
@@ -518,7 +473,6 @@ class GLMImageWrapper:
         logprobs = []
         nuclei = []
         for i in progress(range(T), "sample"):
-            # The prompt is fed first, then each code; the cache remembers what went before.
             logits = self.forward(ids, position_ids, visible, start, cache)[:, -1]  # [N, V]
             nucleus = self.top_p_filter(None, logits).isfinite()  # it sets all others to -inf
             all_logprobs = compute_policy_logprobs(logits, nucleus)
@@ -527,7 +481,7 @@ class GLMImageWrapper:
             logprobs.append(all_logprobs.gather(1, codes))
             nuclei.append(nucleus[:, None].cpu())
             start += ids.shape[1]
-            ids = codes
+            ids = codes  # the prompt was fed first, then each code; the cache remembers all
         return torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(nuclei, 1)
 
     def compute_logprobs(self, prompts, tokens, nuclei):
@@ -536,11 +490,9 @@ class GLMImageWrapper:
         self.move_to_gpu(self.ar_half)
         ids, position_ids, visible = self.encode(prompts)
         tokens = tokens.to(DEVICE)
-        # Training mode switches on activation checkpointing (there is no dropout), and eval mode
-        # follows: in training mode the stock pipeline would not use its cache.
-        self.ar_half.train(torch.is_grad_enabled())
+        self.ar_half.train(torch.is_grad_enabled())  # recomputes activations; has no dropout
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, visible)
-        self.ar_half.eval()
+        self.ar_half.eval()  # else the stock pipeline would not use its cache
         logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: a token is predicted one place earlier
         logprobs = compute_policy_logprobs(logits, nuclei)
         entropy = torch.distributions.Categorical(logits=logprobs.detach()).entropy()
@@ -558,8 +510,7 @@ class GLMImageWrapper:
         codes = large.repeat_interleave(2, 1).repeat_interleave(2, 2)  # each as 2 x 2
         groups = list(zip(prompts, codes.flatten(1).chunk(len(prompts)), seeds, strict=True))
         images = []
-        for prompt, group, seed in progress(groups, "decode"):
-            # One prompt at a time: the padding of a shorter text would change its pictures.
+        for prompt, group, seed in progress(groups, "decode"):  # a batch would pad shorter texts
             glyphs, _ = self.pipe.encode_prompt(prompt, do_classifier_free_guidance=False)
             for part in group.split(config.micro_batch_size):
                 generators = [torch.Generator().manual_seed(seed) for _ in part]  # one noise
@@ -570,34 +521,28 @@ class GLMImageWrapper:
         return images
 
     def generate_with_tracking(self, prompts, group_size, seeds):
-        """Steps 1 and 2 -> images, and what a trainer must know of them: tokens, logprobs and
-        nuclei."""
+        """Steps 1 and 2 -> {"images": .., and what a trainer must know of them}."""
         tokens, logprobs, nuclei = self.sample(prompts, group_size, seeds)
-        return self.decode(prompts, tokens, seeds), tokens, logprobs, nuclei
+        images = self.decode(prompts, tokens, seeds)
+        return dict(images=images, tokens=tokens, logprobs=logprobs, nuclei=nuclei)
 
     def encode(self, prompts):
-        """-> ids [B, L], position_ids [3, B, L + T] and visible [B, 1, L + T, L + T], bool: which
-        columns may a row look at? Itself and what stands before it, but no padding."""
+        """-> ids [B, L], position_ids [3, B, L + T] and visible [B, 1, L + T, L + T]: which columns
+        does a row see? Itself and what stands before it, but padding is seen by padding alone."""
         texts = [dict(type="text", text=prompt) for prompt in prompts]
         chats = [[dict(role="user", content=[text])] for text in texts]
-        settings = dict(target_h=self.config.height, target_w=self.config.width,
-                        padding=True, padding_side="left")
         inputs = self.pipe.processor.apply_chat_template(
-            chats, tokenize=True, return_dict=True, return_tensors="pt",
-            processor_kwargs=settings).to(DEVICE)
-        mask = inputs.attention_mask  # [B, L]
+            chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
+                target_h=self.config.height, target_w=self.config.width,
+                padding=True, padding_side="left")).to(DEVICE)
         large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w) each, for all prompts
-        position_ids = build_position_ids(mask, [draft, large])  # the draft is sampled first
-        T = position_ids.shape[2] - mask.shape[1]
-        real = F.pad(mask.bool(), (0, T), value=True)
-        # Padding sees itself too: a softmax over nothing may be NaN on a GPU, and spread.
-        itself = torch.eye(real.shape[1], dtype=torch.bool, device=DEVICE)
-        visible = (real[:, None, None] | itself).tril()
-        return inputs.input_ids, position_ids, visible
+        position_ids = build_position_ids(inputs.attention_mask, [draft, large])  # draft first
+        real = position_ids[0] >= 0  # padding has -1
+        visible = (real[:, :, None] == real[:, None]).tril()  # a softmax over nothing may be NaN
+        return inputs.input_ids, position_ids, visible[:, None]
 
     def forward(self, ids, position_ids, visible, start=0, cache=None):
-        """ids [B, n], at the positions from start on -> logits [B, n, V]. It calls the inner model,
-        as the outer one would make positions of its own."""
+        """ids [B, n] -> logits [B, n, V]; the outer model would make positions of its own."""
         language_model, lm_head = self.ar_half
         rows = slice(start, start + ids.shape[1])
         hidden = language_model(
@@ -607,28 +552,27 @@ class GLMImageWrapper:
         return lm_head(hidden)[..., :codebook_size].float() / self.temperature
 
     def move_to_gpu(self, half):
-        """With offloading, the other half leaves and this one comes. As both are frozen, nothing
-        is ever copied back."""
+        """The other half leaves, this one comes. Both are frozen: nothing is ever copied back."""
         if self.offload and half is not self.on_gpu:
-            for tensor, cpu_copy in sum(self.cpu_copies.values(), []):
+            for tensor, cpu_copy in self.cpu_copies:
                 tensor.data = cpu_copy
             torch.cuda.empty_cache()  # or fragments may leave no room for this half
-            for tensor, cpu_copy in self.cpu_copies[half]:
-                tensor.data = cpu_copy.to(DEVICE, non_blocking=True)
+            tensors = [*half.parameters(), *half.buffers()]
+            self.cpu_copies = [(tensor, tensor.data) for tensor in tensors]
+            for tensor in tensors:
+                tensor.data = tensor.to(DEVICE, non_blocking=True)
             self.on_gpu = half
 
 def build_position_ids(attention_mask, grids):
-    """For rotary embeddings, positions (t, h, w): mask [B, L], (h, w) of grids -> [3, B, L + T].
-    Text counts up in all three. A grid holds t still and counts its rows in h, its columns in w;
-    the next one starts max(h, w) further on. A padded prompt of 3, a 1 x 2 draft, a 2 x 2 grid:
+    """Positions (t, h, w): mask [B, L], (h, w) of grids -> [3, B, L + T]. Text counts up in all. A
+    grid holds t still, counts rows in h and columns in w; the next starts max(h, w) further on:
               pad  prompt    draft   large
-         t:    1   0  1  2   3  3    5  5  5  5
-         h:    1   0  1  2   3  3    5  5  6  6
-         w:    1   0  1  2   3  4    5  6  5  6
+         t:   -1   0  1  2   3  3    5  5  5  5
+         h:   -1   0  1  2   3  3    5  5  6  6
+         w:   -1   0  1  2   3  4    5  6  5  6
     The trap: `transformers` makes these in `generate` only. A plain forward pass takes the image
     for a line of text, without any error, and every log-prob is wrong."""
     text = attention_mask.cumsum(1) - 1
-    text = text.masked_fill(attention_mask == 0, 1)  # padding has 1, as in transformers
     columns = [text.expand(3, -1, -1)]
     start = attention_mask.sum(1, keepdim=True)  # [B, 1]
     for h, w in grids:
@@ -639,15 +583,12 @@ def build_position_ids(attention_mask, grids):
 
 def make_faster(pipe, config):
     """What makes the real model smaller or faster on a GPU, and changes no result."""
-    # The VAE works image by image: four at once, at 1024 pixels, take 28 GiB.
-    pipe.vae.enable_slicing()
-    # The DiT makes its rotary tables anew in each call, in 120 copies from the CPU that block the
-    # GPU. They depend on the size alone, of latents H/8 x W/8, so they are made once.
+    pipe.vae.enable_slicing()  # image by image: four at once, at 1024 pixels, take 28 GiB
+    # The DiT makes its rotary tables in each call, by 120 copies that block the GPU: here, once.
     latents = torch.empty(1, 1, config.height // 8, config.width // 8)
     tables = [table.to(DEVICE) for table in pipe.transformer.rope(latents)]
     pipe.transformer.forward = functools.partial(pipe.transformer.forward, image_rotary_emb=tables)
-    # The gradients of cuDNN's attention can be NaN (pytorch #196678); others are as fast.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
 
 # --- The toy: the real classes with 0.7 M weights, fitted in seconds -----------------------------
 # It cheats three times, so that a laptop sees it learn. Its words are its codes: the 8 COLORS. Its
@@ -670,13 +611,12 @@ def make_tiny_models(words=COLORS):
     def choose_grids(height, width):  # -> rows, columns of the large grid, then of the draft
         return height // 32, width // 32, 2, 2
     processor._get_target_shape = choose_grids  # the library's draft is 16 x 16
-    text_config = dict(
-        vocab_size=len(tokenizer), vision_vocab_size=2 * V, hidden_size=128,
-        intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.1,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
-        text_config=text_config, vision_config=dict(depth=0, hidden_size=16),
-        vq_config=dict(embed_dim=16, num_embeddings=V),
+        text_config=dict(
+            vocab_size=len(tokenizer), vision_vocab_size=2 * V, initializer_range=0.1,
+            hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id),
+        vision_config=dict(depth=0, hidden_size=16), vq_config=dict(embed_dim=16, num_embeddings=V),
         image_start_token_id=tokenizer.bos_token_id, image_end_token_id=tokenizer.eos_token_id,
         image_token_id=processor.image_token_id))
     t5 = transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, d_model=8, num_layers=0))
@@ -703,41 +643,36 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
     T = 4 + 16  # of a picture of 128 x 128
     halves = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(halves.parameters(), 3e-3)
-    for _ in progress(range(warmup_steps), "fit"):
-        # The policy: 40 % of the tokens get the colour of the prompt, the others are random.
-        named = torch.randint(V, (B, 1))
+    for _ in range(warmup_steps):
+        named = torch.randint(V, (B, 1))  # the policy: 40 % of the tokens get the named colour
         other = torch.randint(V, (B, T))
         tokens = torch.where(torch.rand(B, T) < 0.4, named, other)
         prompts = [f"a {list(COLORS)[i]} thing" for i in named]
         logprobs, _ = wrapper.compute_logprobs(prompts, tokens, None)
         policy_loss = -logprobs.mean()
-        # The painter: 2 x 2 codes become squares of 16 x 16 pixels, from noise in one step.
-        codes = torch.randint(V, (B, 4)).to(DEVICE)
+        codes = torch.randint(V, (B, 4)).to(DEVICE)  # the painter: squares of 16 x 16 pixels
         squares = F.interpolate(palette[codes].mT.unflatten(2, (2, 2)), 32)  # [B, 3, 32, 32]
         glyphs = torch.randn(B, 1, 8).to(DEVICE)  # to be ignored
-        latents = paint(
-            pipe, prompt_embeds=glyphs, prior_token_ids=codes, height=32, width=32,
-            num_inference_steps=1, guidance_scale=1.0, output_type="latent").images
+        latents = paint(pipe, prompt_embeds=glyphs, prior_token_ids=codes, height=32, width=32,
+                        num_inference_steps=1, guidance_scale=1.0, output_type="latent").images
         painter_loss = F.mse_loss(pipe.vae.decode(latents).sample, squares)
         optimizer.zero_grad()
         (policy_loss + painter_loss).backward()
         optimizer.step()
-    pipe.vae.enable_slicing()  # image by image, which is quicker on a CPU
     return pipe
 
 # --- The command line ----------------------------------------------------------------------------
 def describe_flags():
     settings = inspect.getsource(Config).split("class Config:")[1].split("    def ")[0]
-    usage = "usage: python grpo.py [--group-size 4 ..]; each setting is a flag:\n"
-    return f"{usage}{settings}the toy has its own: {TINY}\n"
+    return ("usage: python grpo.py [--group-size 4 ..]; each setting is a flag:\n"
+            f"{settings}the toy has its own: {TINY}\n")
 
 def parse_args(argv=None):
     """-> Config. What is typed wins over the run that is resumed, or over TINY."""
     parser = transformers.HfArgumentParser(Config, usage=argparse.SUPPRESS)
     parser.format_help = describe_flags  # the library's own names every flag twice
-    parser.set_defaults(model=Config.model if GPU_GIB >= 60 else "tiny")
     typed = parser.parse_args(argv)
-    if typed.resume is not None:
+    if typed.resume:
         parser.set_defaults(**read_checkpoint(typed.resume)["config"])
     elif typed.model == "tiny":
         parser.set_defaults(**TINY)
