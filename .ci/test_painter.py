@@ -99,7 +99,7 @@ def test_painter_at_level_0_is_the_stock_pipeline(monkeypatch, guidance):
         assert (quiet[i, -1] - expected).abs().max() < 1e-5
         assert (noisy[i, -1] - expected).abs().max() > 0.1
     pictures = grpo.pil_to_tensor(painter.decode(QUOTED, quiet, [1, 2]))
-    kept = grpo.pil_to_tensor(painter.generate_with_tracking(QUOTED, 1, [1, 2])[0])
+    kept = grpo.pil_to_tensor(painter.generate_with_tracking(QUOTED, 1, [1, 2])["images"])
     assert (pictures - kept).abs().max() < 1.5 / 255
 
 @pytest.mark.parametrize("sigma", [0.9, 0.5, 0.1])
@@ -133,13 +133,13 @@ def test_what_a_group_of_paintings_shares(monkeypatch):
 def test_pictures_that_are_kept(monkeypatch):
     """A group is painted with noise, and its images are its latents'; a saved picture has no noise."""
     painter = make_painter()
-    images, *samples = painter.generate_with_tracking(QUOTED, 2, [1, 2])
+    images, *samples = painter.generate_with_tracking(QUOTED, 2, [1, 2]).values()
     expected = painter.sample(QUOTED, 2, [1, 2])
     assert len(images) == 4 and all(torch.equal(*pair) for pair in zip(samples, expected, strict=True))
     decoded = painter.decode(QUOTED, samples[0], [1, 2])
     assert torch.equal(grpo.pil_to_tensor(images), grpo.pil_to_tensor(decoded))
-    kept = grpo.pil_to_tensor(painter.generate_with_tracking(QUOTED, 1, [1, 2])[0])
-    stock = grpo.pil_to_tensor(painter.ar.generate_with_tracking(QUOTED, 1, [1, 2])[0])
+    kept = grpo.pil_to_tensor(painter.generate_with_tracking(QUOTED, 1, [1, 2])["images"])
+    stock = grpo.pil_to_tensor(painter.ar.generate_with_tracking(QUOTED, 1, [1, 2])["images"])
     assert torch.equal(kept, stock)
     assert (kept[0] - grpo.pil_to_tensor(images)[0]).abs().max() > 0.02
 
@@ -196,8 +196,8 @@ def test_adapters_of_both_halves_elsewhere(tmp_path, monkeypatch):
     ar = trainer.wrapper.ar
     page = (HERE / "paint.py").read_text()
     first, second = re.findall(r'"(runs/[^"]+)"', page)
-    grpo.LoRA(ar.policy, ar.TARGETS, rank=4).save(first, "toy")
-    trainer.lora.save(second, "toy")
+    grpo.LoRA(ar.policy, ar.TARGETS, rank=4).save(first)
+    trainer.lora.save(second)
     stock = QUICK(0)
     stock.vision_language_encoder.generation_config.suppress_tokens = [*range(8, 18)]  # codes alone
     monkeypatch.setattr(diffusers.GlmImagePipeline, "from_pretrained", lambda *_, **__: stock)
@@ -220,7 +220,7 @@ def test_painter_begins_with_the_adapter_of_the_other_half(tmp_path, monkeypatch
     plain = wrapper.sample(QUOTED, 3, [1, 2])
     lora = grpo.LoRA(wrapper.policy, wrapper.TARGETS, rank=4)
     perturb(lora)
-    lora.save(tmp_path, "tiny")
+    lora.save(tmp_path)
     monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
     monkeypatch.setattr(flow, "AR_ADAPTER", str(tmp_path))
     painter = flow.Painter.from_pretrained("tiny", make_painter().config)

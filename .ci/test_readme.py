@@ -175,7 +175,7 @@ def test_use_of_the_readme(tmp_path, monkeypatch):
         weight.data.add_(0.1 * torch.randn_like(weight))
     expected, _ = trained.compute_logprobs(prompts, tokens, None)
     assert (base - expected).abs().max() > 0.01
-    lora.save(Path("adapter_00300"), "toy")
+    lora.save(Path("adapter_00300"))
     code = re.sub(r"runs/[\w-]+/adapter", "adapter", code_of(README, "use.py"))
     for old, new in {"zai-org/GLM-Image": "toy", "bfloat16": "float32", "512": "64", '.to("cuda")': '.to("cpu")'}.items():
         assert old in code
@@ -237,7 +237,7 @@ def test_prices_of_the_readme():
     told = {}
     for name, price in table(README, "| change | lines of"):
         if not price.startswith("none"):
-            told[re.sub(r"[\[\]]|\(.*?\)|:.*", "", name).strip().lower()] = price
+            told[re.sub(r"[`\[\]]|\(.*?\)|:.*", "", name).strip().lower()] = price
     assert told == prices
 
 # --- Speed ---------------------------------------------------------------------------------------------------
