@@ -36,8 +36,7 @@ def make_config(**settings):
     return grpo.Config(**grpo.TINY | dict(micro_batch_size=4) | settings)
 
 def make_wrapper(dtype=torch.float32, **settings):
-    """A fresh toy of random weights, with a draft of half the large grid: 2 x 1 tokens before 4 x 2. In the
-    toy's own, a square, rows and columns could be mixed up."""
+    """A fresh toy of random weights. Its draft has 2 x 1 tokens: in a square, rows could pass for columns."""
     pipe = QUICK(0)
     pipe.vision_language_encoder.to(dtype)
     pipe.processor._get_target_shape = lambda height, width: (
@@ -346,8 +345,7 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
 def test_what_a_step_draws_depends_on_seed_and_step_alone(tmp_path):
     """Else --resume, or another number of GPUs, would give another run."""
     trainer = make_trainer(tmp_path / "run")
-    trainer.prompts = list("abcdefgh")
-    trainer.targets = trainer.prompts
+    trainer.targets = trainer.prompts = list("abcdefgh")
     trainer.rewards = {"none": (lambda images, *_: [0] * 6 * 4, 0.0)}
     spy = trainer.wrapper.generate_with_tracking = mock.Mock(return_value=dict(images=blank(1)[0] * 24))
 
@@ -439,8 +437,8 @@ def test_resume_is_bit_for_bit(finished, tmp_path):
     """Also after a full disk; and the constructor loads the run, over which `train()` alone began anew."""
     out = tmp_path / "run"
     trainer = make_trainer(out)
-    full = OSError("the disk is full")
-    with mock.patch.object(trainer.lora, "save", wraps=trainer.lora.save, side_effect=[mock.DEFAULT, full]):
+    effects = [mock.DEFAULT, OSError("the disk is full")]
+    with mock.patch.object(trainer.lora, "save", wraps=trainer.lora.save, side_effect=effects):
         with pytest.raises(OSError, match="full"):
             trainer.train()
     assert step_of(out) == 1
@@ -556,8 +554,8 @@ def test_lora_by_hand(tmp_path):
     lora.save(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
-    names = [f"base_model.model.a.lora_{AB}.weight" for AB in "AB"]
-    assert sorted(load_file(tmp_path / "adapter_model.safetensors")) == names
+    names = {f"base_model.model.a.lora_{AB}.weight" for AB in "AB"}
+    assert load_file(tmp_path / "adapter_model.safetensors").keys() == names
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_adapters_train(dtype, tmp_path):
@@ -600,8 +598,7 @@ def test_positions_are_those_of_the_docstring():
 
 @pytest.mark.parametrize("width, height", [(128, 128), (64, 128), (192, 64)])
 def test_prompts_are_encoded_and_positions_made_as_in_the_stock_pipeline(width, height):
-    """What it feeds is what we feed, and positions are those that `generate` makes. A token sees itself, and
-    what is before it but for padding; padding sees padding, as a row that sees nothing may be NaN."""
+    """What it feeds, at positions that `generate` makes. Padding sees padding: of nothing it would be NaN."""
     wrapper = make_wrapper(width=width, height=height)
     wrapper.policy.generate = mock.Mock(side_effect=KeyboardInterrupt)
     wrapper.pipe.processor.tokenizer.padding_side = "left"  # as it is told by ours
@@ -683,7 +680,6 @@ def test_micro_batches_paint_the_same(sampled):
     painted = []
     for size in (1, 2, 3):
         wrapper = make_wrapper(micro_batch_size=size, decode_steps=2)
-        wrapper.pipe.vae.disable_slicing()
         grpo.make_faster(wrapper.pipe, wrapper.config)
         wrapper.pipe.transformer.register_forward_pre_hook(
             lambda module, args, inputs: sizes.append(len(inputs["hidden_states"])), with_kwargs=True)
@@ -721,8 +717,7 @@ def test_offloading_changes_nothing_and_holds_one_half_at_a_time(tmp_path):
         out = tmp_path / offload
         trainer = make_trainer(out, offload=offload, steps=1, micro_batch_size=2)
         wrapper = trainer.wrapper
-        moves = []
-        hidden = []
+        moves, hidden, halves = [], [], {wrapper.ar_half, wrapper.dit_half}
 
         def move_to_gpu(half):
             if half is not wrapper.on_gpu:
@@ -730,8 +725,7 @@ def test_offloading_changes_nothing_and_holds_one_half_at_a_time(tmp_path):
             while hidden:
                 tensor, tensor.data = hidden.pop()
             WRAPPER.move_to_gpu(wrapper, half)
-            others = {wrapper.ar_half, wrapper.dit_half} - {half} if offload == "on" else {}
-            for tensor in tensors_of(wrapper.policy.model.visual, *others):
+            for tensor in tensors_of(wrapper.policy.model.visual, *halves - {half}):
                 hidden.append((tensor, tensor.data))
                 tensor.data = torch.full_like(tensor, math.nan)
 
@@ -761,8 +755,7 @@ def test_halves_are_lent_to_the_gpu(monkeypatch):
 @pytest.mark.parametrize("offload, gib, where", [
     ("on", 80, "cpu"), ("off", 10, "meta"), ("auto", 40, "cpu"), ("auto", 80, "meta"), ("auto", 0, "meta")])
 def test_where_the_halves_wait_and_adapters_are_drawn(monkeypatch, offload, gib, where):
-    """GLM-Image wants 60 GiB to lie on the GPU as a whole; the vision tower never moves there. Adapters are
-    drawn on the CPU: two kinds of GPU would begin with others, and add up gradients of different weights."""
+    """Adapters are drawn on the CPU: two kinds of GPU would begin with others, and add up their gradients."""
     monkeypatch.setattr(grpo, "GPU_GIB", gib)
     monkeypatch.setattr(grpo, "DEVICE", torch.device("meta"))
     wrapper = WRAPPER(grpo.make_tiny_models(), make_config(offload=offload))
@@ -807,12 +800,11 @@ def test_the_toy_takes_any_prompt_and_the_smallest_size():
     words = "image bos eos pad unk grid_bos grid_eos cls sep mask [PAD] [UNK] [CLS] <|image|> <image> #"
     prompts = [*words.split(), words, "a red fox"]
     wrapper = WRAPPER(QUICK(0), make_config(width=32, height=32))
-    images, tokens, logprobs, nuclei = wrapper.generate_with_tracking(
-        prompts, 2, range(len(prompts))).values()
-    assert tokens.shape == (2 * len(prompts), 4 + 1) and images[0].size == (32, 32)
+    group = wrapper.generate_with_tracking(prompts, 2, range(len(prompts)))
+    assert group["tokens"].shape == (2 * len(prompts), 4 + 1) and group["images"][0].size == (32, 32)
     with torch.no_grad():
-        again, _ = wrapper.compute_logprobs(np.repeat(prompts, 2).tolist(), tokens, nuclei)
-    assert (again - logprobs).abs().max() < 1e-5
+        again, _ = wrapper.compute_logprobs(np.repeat(prompts, 2).tolist(), group["tokens"], group["nuclei"])
+    assert (again - group["logprobs"]).abs().max() < 1e-5
 
 # --- The command line: several GPUs (here of the CPU), kills and Ctrl-C first -------------------------------
 SMALL = "--model tiny --width 64 --height 64 --batch-size 2 --group-size 2 --micro-batch-size 2".split()
@@ -974,7 +966,6 @@ def test_what_the_first_command_leaves(run):
     out, printed = run
     assert_files(out, 0, 10, 20, 30, 40)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 41))
     names = """step reward reward_std reward/color loss policy_loss kl ratio_mean ratio_max
         clip_frac entropy grad_norm skipped sampler_gap_max seconds gpu_gib_max"""
     for row in rows:
@@ -1087,8 +1078,7 @@ def test_help_shows_every_flag_once_and_what_it_means(command):
         line, = re.findall(rf"^ +{field.name}: .* = (.*)", out, re.MULTILINE)
         default, meaning = line.split("  # ")
         assert eval(default, vars(grpo)) == field.default and len(meaning) > 10
-        if field.name == "model":
-            assert eval(default, dict(GPU_GIB=60)) == "zai-org/GLM-Image"
+    assert '"zai-org/GLM-Image" if GPU_GIB >= 60 else "tiny"' in out
 
 def test_settings_reach_the_wrapper(command, monkeypatch):
     """And so does what is not given: the toy's defaults where GLM-Image has no room, else its own."""

@@ -40,16 +40,22 @@ def perturb(lora):
 def hide_weights(wrapper):
     """Weights become NaN but in the half that works, as if they were elsewhere -> the phases."""
     phases = []
+    homes = {half: [(weight, weight.data) for weight in (*half.parameters(), *half.buffers())]
+             for half in (wrapper.ar_half, wrapper.dit_half)}
+
+    def hide(halves):
+        for half in halves:
+            for weight, home in homes[half]:
+                weight.data = home * math.nan
 
     def move_to_gpu(half):
+        for weight, home in homes[half]:
+            weight.data = home
         type(wrapper).move_to_gpu(wrapper, half)
         phases.append("ar" if half is wrapper.ar_half else "dit")
-        for other in wrapper.cpu_copies.keys() - {half}:
-            for weight, cpu_copy in wrapper.cpu_copies[other]:
-                weight.data = cpu_copy * math.nan
+        hide(homes.keys() - {half})
 
-    for weight, cpu_copy in sum(wrapper.cpu_copies.values(), []):
-        weight.data = cpu_copy * math.nan
+    hide(homes)
     wrapper.move_to_gpu = move_to_gpu
     return phases
 
@@ -183,7 +189,7 @@ def test_gradient_of_the_painter(tmp_path):
     for one, *others in zip(*gradients):
         assert all((one - other).abs().max() < 1e-4 * one.abs().max() for other in others)
     names = [f"{name}.lora_{AB}" for name in ("to_q", "to_k", "to_v", "to_out.0") for AB in "AB"]
-    assert [*weights] == [f"transformer_blocks.0.attn1.{name}.weight" for name in names]
+    assert [*weights] == [f"base_model.model.transformer_blocks.0.attn1.{name}.weight" for name in names]
     assert trainer.wrapper.policy is pipe.transformer
     for part in (pipe.vision_language_encoder, pipe.transformer, pipe.vae, pipe.text_encoder):
         assert all(weight.grad is None for weight in part.parameters())
