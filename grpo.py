@@ -14,7 +14,7 @@ A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTr
   5. update   make tokens of better images likelier, within PPO's clip, near the base model (KL)
   6. log      metrics, pictures of fixed prompts, a checkpoint
 Axes:  P prompts, G samples of each, N = P * G in the order p0 p0 .. p1 p1 .., B in a micro-batch,
-       L prompt tokens, padded on the left, T image tokens, the same for all, each one of V codes
+       L prompt tokens, padded on the left, T image tokens of V codes, equally many for all: no mask
 """
 import argparse, contextlib, dataclasses, functools, inspect, json, math
 import os, re, runpy, sys, time, traceback
@@ -121,7 +121,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
 
 def compute_policy_logprobs(logits, nucleus=None):
     """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
-    logits [.., V], fp32; nucleus [.., V], bool: what top-p leaves, None for all -> [.., V].
+    logits [.., V], fp32; nucleus [.., V], bool: what top-p leaves, or None -> log-probs [.., V].
     The trap of top-p: pi(code) = softmax(code) / (sum of the softmax over the nucleus). A trainer
     without the division, or with a nucleus of its own, improves another policy than the one that
     sampled. So the sampler keeps its nuclei, and the reference uses them too (2512.02556)."""
@@ -171,8 +171,8 @@ class GRPOTrainer:
         """Steps 1 to 3, on the prompts of this GPU -> {key: N values}, metrics."""
         config = self.config
         rng = np.random.default_rng([config.seed, step])  # a resumed run needs no random state
-        few = len(self.prompts) < config.batch_size
-        chosen = rng.choice(len(self.prompts), config.batch_size, replace=few)[RANK::WORLD_SIZE]
+        repeat = len(self.prompts) < config.batch_size
+        chosen = rng.choice(len(self.prompts), config.batch_size, replace=repeat)[RANK::WORLD_SIZE]
         seeds = rng.integers(2**63, size=config.batch_size)[RANK::WORLD_SIZE].tolist()
         group_prompts = [self.prompts[i] for i in chosen]  # P
         rollout = self.wrapper.generate_with_tracking(group_prompts, config.group_size, seeds)
@@ -299,7 +299,7 @@ def read_checkpoint(folder):
 
 # --- Rewards -------------------------------------------------------------------------------------
 # A reward is any function that gives each image a finite number, higher is better. Only differences
-# inside a group count; no opinion is one number for all. Your own, for `--reward mine.py:bright`:
+# inside a group count: without an opinion, give all the same. Yours, for `--reward mine.py:bright`:
 #     def bright(images, prompts, targets):  # PIL images, texts, PIL images to imitate or None
 #         return [image.convert("L").resize((1, 1)).getpixel((0, 0)) for image in images]
 COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
@@ -355,7 +355,7 @@ def compute_rewards(images, prompts, targets, rewards):
         copies = [image.copy() for image in images]  # a reward may paint over its images
         values = list(function(copies, prompts, targets))
         scores = torch.tensor([float("nan" if value is None else value) for value in values])
-        if len(scores) != len(images) or not scores.isfinite().all():  # NaN: no learning
+        if len(scores) != len(images) or not scores.isfinite().all():  # a NaN ends all learning
             raise ValueError(f"the reward {name} gave not {len(images)} finite numbers: {values}")
         metrics[f"reward/{name}"] = scores.mean().item()
         total += weight * scores
@@ -490,7 +490,7 @@ class GLMImageWrapper:
         self.move_to_gpu(self.ar_half)
         ids, position_ids, visible = self.encode(prompts)
         tokens = tokens.to(DEVICE)
-        self.ar_half.train(torch.is_grad_enabled())  # recomputes activations; has no dropout
+        self.ar_half.train(torch.is_grad_enabled())  # training recomputes activations; no dropout
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, visible)
         self.ar_half.eval()  # else the stock pipeline would not use its cache
         logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: a token is predicted one place earlier
