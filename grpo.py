@@ -31,13 +31,13 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 GPU_GIB = torch.cuda.get_device_properties(0).total_memory / 2**30 if CUDA else 0
-progress = functools.partial(tqdm.tqdm, leave=False, disable=None)  # a bar, in a terminal alone
+progress = functools.partial(tqdm.tqdm, leave=False, disable=None)  # shown in a terminal only
 
 # --- Settings: each field is a flag, and --help shows its comment --------------------------------
 @dataclasses.dataclass
 class Config:
     model: str = "zai-org/GLM-Image" if GPU_GIB >= 60 else "tiny"  # hub id, folder, or the toy
-    resume: str = None  # folder of a run to go on in, with its settings; what is typed wins
+    resume: str = None  # folder of a run to continue; typed flags override its settings
     prompts: str = None  # text file, one prompt a line; None: prompts.txt beside this file
     reward: str = "color"  # color, mse, file.py:function, or with weights: color=1,mine.py:sharp=.2
     steps: int = 300  # rollouts, with their updates
@@ -45,20 +45,20 @@ class Config:
     batch_size: int = 8  # prompts per step, all GPUs
     micro_batch_size: int = 1  # images decoded or updated at a time; changes memory, not results
     lr: float = 5e-5  # learning rate of AdamW
-    num_iterations: int = 1  # updates per step; in the first, all ratios are 1
+    num_iterations: int = 1  # updates per rollout; above 1, the clip matters
     clip_range: float = 0.2  # ratios are clipped below at 1 - clip_range
     clip_range_high: float = 0.2  # and above at 1 + clip_range_high
     kl_coef: float = 0.01  # price of leaving the base model; 0 computes no KL
     scale_rewards: Literal["group", "none"] = "group"  # divide advantages by the group's std
     max_grad_norm: float = 1.0  # longer gradients are shortened to this
-    lora_rank: int = 32  # size of the adapters
+    lora_rank: int = 32  # rank of the adapters
     width: int = 512  # pixels, a multiple of 32
     height: int = 512  # pixels, a multiple of 32
     temperature: float = None  # of the policy; None: the model's own
     top_p: float = None  # draw from the likeliest codes that sum to this; None: the model's own
     decode_steps: int = 20  # denoising steps
     guidance: float = 1.5  # classifier-free guidance of the DiT; 1 is off
-    offload: Literal["auto", "on", "off"] = "auto"  # on: the GPU holds one half at a time
+    offload: Literal["auto", "on", "off"] = "auto"  # the GPU holds one half; auto: below 60 GiB
     save_every: int = 10  # steps between saved pictures and adapters
     seed: int = 0  # of everything random
     out: str = None  # a new folder for the run; None: runs/<date-time>
@@ -66,7 +66,7 @@ class Config:
     def __post_init__(self):  # a ValueError here comes before a model is loaded
         lowest = dict(seed=0, group_size=2, max_grad_norm=1e-9, temperature=0.01, top_p=0.01)
         for name, value in vars(self).items():
-            low = lowest.get(name, 1 if isinstance(value, int) else 0)
+            low = lowest.get(name, 1 if isinstance(value, int) else 0)  # counts from 1
             high = 1 if name == "top_p" else 1e9
             if isinstance(value, (int, float)) and not low <= value <= high:  # a NaN fails
                 raise ValueError(f"--{name} {value}: must be from {low} to {high:g}")
@@ -97,8 +97,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2, cl
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
     Log-probs are [N, T], or [N] (an action each), advantages [N]. Only new_logprobs get a gradient.
-    Why the loss may be 0: at one update per rollout every ratio is 1, and policy_loss is -mean(A),
-    0 over whole groups. The gradient is not 0: that of ratio * A is A * grad(new), REINFORCE."""
+    Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
+    which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
     if advantages.shape != new_logprobs.shape[:1]:  # [N, T] would broadcast silently
         raise ValueError(f"advantages must be [N], one for each row: {advantages.shape}")
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
@@ -134,7 +134,7 @@ def sample_codes(logprobs, chance):
     `torch.multinomial` a sample would depend on what else is in the batch."""
     mass = logprobs.double().exp().cumsum(1)
     point = chance * mass[:, -1:]  # 1 up to rounding
-    return torch.searchsorted(mass, point, right=True)  # right: no code of probability 0
+    return torch.searchsorted(mass, point, right=True)  # the first code with mass > point
 
 # --- The trainer: the loop, then what a turn of it consists of -----------------------------------
 class GRPOTrainer:
@@ -147,7 +147,7 @@ class GRPOTrainer:
         self.rewards = rewards or load_rewards(config.reward)
         self.out = Path(config.out)
         self.history = []  # a row of metrics per step
-        torch.manual_seed(config.seed)  # equal adapters on all GPUs: the CPU draws them
+        torch.manual_seed(config.seed)  # the CPU draws adapters, equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
         if config.resume:
@@ -168,7 +168,7 @@ class GRPOTrainer:
             self.log(step, metrics)  # 6. log
 
     def rollout(self, step):
-        """Steps 1 to 3, on the prompts of this GPU -> {key: N values}, metrics."""
+        """Steps 1 to 3, on this GPU's share of the prompts -> {key: N values}, metrics."""
         config = self.config
         rng = np.random.default_rng([config.seed, step])  # a resumed run needs no random state
         repeat = len(self.prompts) < config.batch_size
@@ -184,7 +184,7 @@ class GRPOTrainer:
         return rollout | dict(prompts=prompts, rewards=rewards), metrics
 
     def train_step(self, rollout):
-        """Step 5: one rollout -> metrics. A micro-batch counts by its share of all samples."""
+        """Step 5: one rollout -> metrics. Micro-batches weigh by size: it changes no result."""
         config = self.config
         N = len(rollout["tokens"])
         batches = list(split_rollout(rollout, config.micro_batch_size))
@@ -199,7 +199,7 @@ class GRPOTrainer:
                     batch["prompts"], batch["tokens"], batch["nuclei"])  # [B, T] each
                 # The trap of bf16: sampler and trainer round differently, their ratio is not 1.
                 # So the old log-probs are not the sampler's, but those of the first pass here.
-                batch.setdefault("old_logprobs", new_logprobs.detach())
+                batch.setdefault("old_logprobs", new_logprobs.detach())  # in the first alone
                 loss, metrics = compute_grpo_loss(
                     new_logprobs, batch["old_logprobs"], batch["advantages"], config.clip_range,
                     config.clip_range_high, batch.get("ref_logprobs"), config.kl_coef)
@@ -208,7 +208,7 @@ class GRPOTrainer:
                 gap = batch["logprobs"] - batch["old_logprobs"]
                 metrics["sampler_gap_max"] = gap.abs().max().item()
                 metrics["entropy"] = entropy.mean().item()
-                rows += [metrics] * len(new_logprobs)  # one for each sample, for their mean
+                rows += [metrics] * len(new_logprobs)  # so that the mean is over samples
             updates.append(self.update_weights())
         return merge_rows(rows) | merge_rows(updates)
 
@@ -281,7 +281,7 @@ def split_rollout(rollout, size):  # {key: N values} -> micro-batches with the s
         yield {key: values[start:start + size] for key, values in rollout.items()}
 
 def merge_rows(rows):
-    """Metrics of several samples or GPUs -> one row: names in _max have maxima, others means."""
+    """Metrics of several samples or GPUs -> one row: maxima of names in _max, means of others."""
     merged = {}
     for key in rows[0]:
         merge = np.max if key.endswith("_max") else np.mean
@@ -289,7 +289,7 @@ def merge_rows(rows):
     return merged
 
 def read_checkpoint(folder):
-    """What save_checkpoint wrote. `weights_only` runs no code, `mmap` reads what is used alone."""
+    """What save_checkpoint wrote. `weights_only` runs no code, `mmap` reads only what is used."""
     try:
         state = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)
         assert "config" in state
@@ -404,7 +404,7 @@ class LoRA:
 
     @contextlib.contextmanager
     def disabled(self):
-        """Inside `with lora.disabled():` the model is the reference; an error turns it back on."""
+        """Inside `with lora.disabled():` the model is the reference; an error ends that too."""
         self.enabled = False
         try:
             yield
@@ -440,8 +440,8 @@ class GLMImageWrapper:
         self.dit_half = torch.nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
         pipe.set_progress_bar_config(disable=True)
         self.offload = config.offload == "on" or (config.offload == "auto" and 0 < GPU_GIB < 60)
-        self.on_gpu = None  # the half that works
-        self.cpu_copies = []  # its tensors, each with its copy on the CPU
+        self.on_gpu = None  # ar_half or dit_half
+        self.cpu_copies = []  # (tensor, its CPU data) of that half
         for half in (self.ar_half, self.dit_half):
             half.requires_grad_(False).eval().to("cpu" if self.offload else DEVICE)
             if self.offload and CUDA:
@@ -450,7 +450,7 @@ class GLMImageWrapper:
     @classmethod
     def from_pretrained(cls, path, config):
         if path == "tiny":
-            torch.set_num_threads(1)  # more is slower
+            torch.set_num_threads(1)  # two are slower
             pipe = make_tiny_pipeline(config.seed)
         else:
             pipe = diffusers.GlmImagePipeline.from_pretrained(path, dtype=torch.bfloat16)
@@ -460,7 +460,7 @@ class GLMImageWrapper:
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed for each -> tokens, logprobs [N, T], nuclei [N, T, V], bool.
-        `generate` would mix up the grids of a batch, may end early, and has a top-k of 50."""
+        Transformers' `generate` mixes up grids in a batch, may end early, and has a top-k of 50."""
         self.move_to_gpu(self.ar_half)
         ids, position_ids, visible = self.encode(np.repeat(prompts, group_size).tolist())
         T = position_ids.shape[2] - ids.shape[1]
@@ -490,9 +490,9 @@ class GLMImageWrapper:
         self.move_to_gpu(self.ar_half)
         ids, position_ids, visible = self.encode(prompts)
         tokens = tokens.to(DEVICE)
-        self.ar_half.train(torch.is_grad_enabled())  # training recomputes activations; no dropout
+        self.ar_half.train(torch.is_grad_enabled())  # recomputes activations in training only
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, visible)
-        self.ar_half.eval()  # else the stock pipeline would not use its cache
+        self.ar_half.eval()  # in training mode layers would drop the cache
         logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: a token is predicted one place earlier
         logprobs = compute_policy_logprobs(logits, nuclei)
         entropy = torch.distributions.Categorical(logits=logprobs.detach()).entropy()
@@ -527,27 +527,27 @@ class GLMImageWrapper:
         return dict(images=images, tokens=tokens, logprobs=logprobs, nuclei=nuclei)
 
     def encode(self, prompts):
-        """-> ids [B, L], position_ids [3, B, L + T] and visible [B, 1, L + T, L + T]: which columns
-        does a row see? Itself and what stands before it, but padding is seen by padding alone."""
+        """-> ids [B, L], position_ids [3, B, L + T] and visible [B, 1, L + T, L + T]: may row i see
+        column j? If j <= i and both are real or both padding: a softmax over nothing may be NaN."""
         texts = [dict(type="text", text=prompt) for prompt in prompts]
         chats = [[dict(role="user", content=[text])] for text in texts]
         inputs = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
                 target_h=self.config.height, target_w=self.config.width,
                 padding=True, padding_side="left")).to(DEVICE)
-        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w) each, for all prompts
+        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w), equal for all prompts
         position_ids = build_position_ids(inputs.attention_mask, [draft, large])  # draft first
         real = position_ids[0] >= 0  # padding has -1
-        visible = (real[:, :, None] == real[:, None]).tril()  # a softmax over nothing may be NaN
+        visible = (real[:, :, None] == real[:, None]).tril()
         return inputs.input_ids, position_ids, visible[:, None]
 
     def forward(self, ids, position_ids, visible, start=0, cache=None):
-        """ids [B, n] -> logits [B, n, V]; the outer model would make positions of its own."""
+        """ids [B, n] -> logits / temperature, [B, n, V]. `policy` itself makes its own positions."""
         language_model, lm_head = self.ar_half
-        rows = slice(start, start + ids.shape[1])
+        span = slice(start, start + ids.shape[1])
         hidden = language_model(
-            input_ids=ids, position_ids=position_ids[..., rows], attention_mask=visible[:, :, rows],
-            past_key_values=cache, use_cache=False).last_hidden_state  # makes none, but fills one
+            input_ids=ids, position_ids=position_ids[..., span], attention_mask=visible[:, :, span],
+            past_key_values=cache, use_cache=False).last_hidden_state  # fills a given cache
         codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
         return lm_head(hidden)[..., :codebook_size].float() / self.temperature
 
@@ -564,9 +564,9 @@ class GLMImageWrapper:
             self.on_gpu = half
 
 def build_position_ids(attention_mask, grids):
-    """Positions (t, h, w): mask [B, L], (h, w) of grids -> [3, B, L + T]. Text counts up in all. A
+    """Positions (t, h, w): mask [B, L], (h, w) of grids -> [3, B, L + T]. In text t = h = w; a
     grid holds t still, counts rows in h and columns in w; the next starts max(h, w) further on:
-              pad  prompt    draft   large
+              pad  prompt    1 x 2   2 x 2
          t:   -1   0  1  2   3  3    5  5  5  5
          h:   -1   0  1  2   3  3    5  5  6  6
          w:   -1   0  1  2   3  4    5  6  5  6
@@ -640,7 +640,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
     palette = 2 * torch.stack(list(COLORS.values())).to(DEVICE) - 1  # [V, 3]
     V = len(palette)
     B = 8
-    T = 4 + 16  # of a picture of 128 x 128
+    T = 2 * 2 + 4 * 4  # draft, large grid
     halves = torch.nn.ModuleList([wrapper.ar_half, wrapper.dit_half]).requires_grad_()
     optimizer = torch.optim.Adam(halves.parameters(), 3e-3)
     for _ in range(warmup_steps):
@@ -652,7 +652,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
         policy_loss = -logprobs.mean()
         codes = torch.randint(V, (B, 4)).to(DEVICE)  # the painter: squares of 16 x 16 pixels
         squares = F.interpolate(palette[codes].mT.unflatten(2, (2, 2)), 32)  # [B, 3, 32, 32]
-        glyphs = torch.randn(B, 1, 8).to(DEVICE)  # to be ignored
+        glyphs = torch.randn(B, 1, 8).to(DEVICE)  # random, to be ignored
         latents = paint(pipe, prompt_embeds=glyphs, prior_token_ids=codes, height=32, width=32,
                         num_inference_steps=1, guidance_scale=1.0, output_type="latent").images
         painter_loss = F.mse_loss(pipe.vae.decode(latents).sample, squares)
@@ -697,7 +697,7 @@ def main(argv=None):
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("gloo")  # unlike NCCL it ends if one dies
+        torch.distributed.init_process_group("gloo")  # NCCL would hang if one dies
     try:
         config, prompts, targets, rewards = prepare(argv)
     except (ValueError, TypeError, OSError) as error:

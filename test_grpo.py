@@ -131,12 +131,8 @@ def test_advantages_by_hand(scale):
     assert got.dtype == torch.float32
     assert got[:2].tolist() == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in by_hand[:2]]
     assert not got[2:].any()
-
-@pytest.mark.parametrize("rewards, scale", [([1, 2, 3], "group"), ([1, 2], True), ([1, 2], "batch")])
-def test_advantages_refuse_what_they_cannot_mean(rewards, scale):
-    """A torn group; and scale=True, as other libraries spell it, counted as "none"."""
-    with pytest.raises((RuntimeError, ValueError)):
-        grpo.compute_advantages(rewards, 2, scale)
+    with pytest.raises(ValueError, match="scale"):  # as other libraries spell it; it counted as "none"
+        grpo.compute_advantages([1, 2], 2, scale=True)
 
 @pytest.mark.parametrize("ratio, advantage, high, surrogate, moves", [
     (1.5, 1.0, 0.2, 1.2, False),  # better and already much likelier: clipped, no gradient
@@ -289,7 +285,7 @@ def test_an_interrupted_update_leaves_nothing_behind(tmp_path):
     trainer.train_step(rollout)
     assert torch.equal(*gradients)
 
-def test_an_update_whose_gradient_is_no_number_is_skipped_and_counted(tmp_path):
+def test_an_update_whose_gradient_is_no_number_is_skipped_and_counted(tmp_path, capsys):
     """One NaN would be in every weight and in Adam's moments for ever."""
     trainer = make_trainer(tmp_path / "run", kl_coef=0.0)
     weights = trainer.lora.weights
@@ -298,6 +294,9 @@ def test_an_update_whose_gradient_is_no_number_is_skipped_and_counted(tmp_path):
     before = copy.deepcopy([weights, trainer.optimizer.state_dict()["state"]])
     metrics = trainer.train_step(rollout | dict(advantages=rollout["advantages"] * math.nan))
     assert metrics["skipped"] == 1 and math.isnan(metrics["grad_norm"])
+    trainer.out.mkdir()
+    trainer.log(1, metrics)
+    assert "skipped 1" in capsys.readouterr().out
     torch.testing.assert_close([weights, trainer.optimizer.state_dict()["state"]], before, rtol=0, atol=0)
     assert trainer.train_step(rollout)["skipped"] == 0
     assert all(not torch.equal(weight, before[0][name]) for name, weight in weights.items())
@@ -477,9 +476,7 @@ def test_color_reward(color, prompt, reward):
     """The scale is linear in the mean of the picture, not in its best pixel."""
     image = Image.new("RGB", (4, 4), color)
     assert grpo.reward_color([image], [prompt])[0] == pytest.approx(reward)
-    image.paste("black", (0, 0, 4, 4))
-    image.paste("white", (0, 0, 4, 2))
-    assert grpo.reward_color([image], ["white"])[0] == pytest.approx(0.5)
+    assert grpo.reward_color([Image.linear_gradient("L")], ["white"])[0] == pytest.approx(0.5)
 
 def test_mse_reward():
     """Equal is 0, a fifth of white off is -1/25; a target of another size is resized."""
@@ -674,13 +671,15 @@ def test_sampling_is_transformers_own_decoding_row_by_row(top_p):
     assert nuclei.all() == (top_p == 1)
 
 def test_micro_batches_paint_the_same(sampled):
-    """But for rounding, a grey level. The VAE works image by image: four at once take 9 GiB more at 1024."""
+    """But for a grey level. In fp32, or with a VAE that does not work image by image, no GPU would do."""
     pictures = []
     sizes = []
     painted = []
     for size in (1, 2, 3):
-        wrapper = make_wrapper(micro_batch_size=size, decode_steps=2)
-        grpo.make_faster(wrapper.pipe, wrapper.config)
+        pipe = make_wrapper().pipe
+        with mock.patch.object(diffusers.GlmImagePipeline, "from_pretrained", return_value=pipe) as load:
+            wrapper = WRAPPER.from_pretrained("folder", make_config(micro_batch_size=size, decode_steps=2))
+        assert load.call_args == mock.call("folder", dtype=torch.bfloat16)
         wrapper.pipe.transformer.register_forward_pre_hook(
             lambda module, args, inputs: sizes.append(len(inputs["hidden_states"])), with_kwargs=True)
         wrapper.pipe.vae.decoder.register_forward_pre_hook(lambda _, args: painted.append(len(args[0])))
@@ -801,6 +800,7 @@ def test_the_toy_takes_any_prompt_and_the_smallest_size():
     prompts = [*words.split(), words, "a red fox"]
     wrapper = WRAPPER(QUICK(0), make_config(width=32, height=32))
     group = wrapper.generate_with_tracking(prompts, 2, range(len(prompts)))
+    assert wrapper.pipe.processor._get_target_shape(64, 32)[:2] == (2, 1)  # rows, columns
     assert group["tokens"].shape == (2 * len(prompts), 4 + 1) and group["images"][0].size == (32, 32)
     with torch.no_grad():
         again, _ = wrapper.compute_logprobs(np.repeat(prompts, 2).tolist(), group["tokens"], group["nuclei"])
