@@ -1,4 +1,4 @@
-"""grpo.py: GRPO for GLM-Image, in one file.
+"""grpo.py: GRPO for GLM-Image in one file. `python grpo.py` trains it, or a toy on a laptop.
 GLM-Image draws in two halves: an autoregressive transformer (AR, 9 B) writes visual tokens, and a
 diffusion transformer (DiT, 7 B) paints them. Here the AR half learns what to draw:
 
@@ -26,7 +26,7 @@ import numpy as np
 import torch.nn.functional as F
 from PIL import Image, ImageColor
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU and numbers them
+RANK = int(os.environ.get("RANK", 0))  # torchrun numbers its processes, one a GPU
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -39,7 +39,7 @@ class Config:
     model: str = "zai-org/GLM-Image" if GPU_GIB >= 60 else "tiny"  # hub id, folder, or the toy
     resume: str = None  # folder of a run to continue; typed flags override its settings
     prompts: str = None  # text file, one prompt a line; None: prompts.txt beside this file
-    reward: str = "color"  # color, mse, file.py:function, or with weights: color=1,mine.py:sharp=.2
+    reward: str = "color"  # color, mse, file.py:function; with weights: color=1,mine.py:sharp=.2
     steps: int = 300  # rollouts, with their updates
     group_size: int = 4  # images per prompt
     batch_size: int = 8  # prompts per step, all GPUs
@@ -58,7 +58,7 @@ class Config:
     top_p: float = None  # draw from the likeliest codes that sum to this; None: the model's own
     decode_steps: int = 20  # denoising steps
     guidance: float = 1.5  # classifier-free guidance of the DiT; 1 is off
-    offload: Literal["auto", "on", "off"] = "auto"  # the GPU holds one half; auto: below 60 GiB
+    offload: Literal["auto", "on", "off"] = "auto"  # on: one half on the GPU; auto: below 60 GiB
     save_every: int = 10  # steps between saved pictures and adapters
     seed: int = 0  # of everything random
     out: str = None  # a new folder for the run; None: runs/<date-time>
@@ -208,7 +208,7 @@ class GRPOTrainer:
                 gap = batch["logprobs"] - batch["old_logprobs"]
                 metrics["sampler_gap_max"] = gap.abs().max().item()
                 metrics["entropy"] = entropy.mean().item()
-                rows += [metrics] * len(new_logprobs)  # so that the mean is over samples
+                rows += [metrics] * len(new_logprobs)  # the mean is over samples
             updates.append(self.update_weights())
         return merge_rows(rows) | merge_rows(updates)
 
@@ -481,7 +481,7 @@ class GLMImageWrapper:
             logprobs.append(all_logprobs.gather(1, codes))
             nuclei.append(nucleus[:, None].cpu())
             start += ids.shape[1]
-            ids = codes  # the prompt was fed first, then each code; the cache remembers all
+            ids = codes  # first the prompt was fed, then codes; the cache keeps all
         return torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(nuclei, 1)
 
     def compute_logprobs(self, prompts, tokens, nuclei):
@@ -493,7 +493,7 @@ class GLMImageWrapper:
         self.ar_half.train(torch.is_grad_enabled())  # recomputes activations in training only
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, visible)
         self.ar_half.eval()  # in training mode layers would drop the cache
-        logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: a token is predicted one place earlier
+        logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V], each predicted one place before
         logprobs = compute_policy_logprobs(logits, nuclei)
         entropy = torch.distributions.Categorical(logits=logprobs.detach()).entropy()
         return logprobs.gather(2, tokens[..., None])[..., 0], entropy
@@ -542,7 +542,7 @@ class GLMImageWrapper:
         return inputs.input_ids, position_ids, visible[:, None]
 
     def forward(self, ids, position_ids, visible, start=0, cache=None):
-        """ids [B, n] -> logits / temperature, [B, n, V]. `policy` itself makes its own positions."""
+        """ids [B, n] -> logits / temperature [B, n, V]. `policy` would make its own positions."""
         language_model, lm_head = self.ar_half
         span = slice(start, start + ids.shape[1])
         hidden = language_model(
@@ -635,7 +635,7 @@ def make_tiny_pipeline(seed=0, warmup_steps=200):
     """The toy after its fit, which takes some 20 seconds; all of it follows from the seed."""
     torch.manual_seed(seed)
     pipe = make_tiny_models()
-    wrapper = GLMImageWrapper(pipe, Config(**TINY, batch_size=WORLD_SIZE))  # any batch size will do
+    wrapper = GLMImageWrapper(pipe, Config(**TINY, batch_size=WORLD_SIZE))  # one prompt a GPU
     paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # the pipeline without its no_grad
     palette = 2 * torch.stack(list(COLORS.values())).to(DEVICE) - 1  # [V, 3]
     V = len(palette)
@@ -701,7 +701,7 @@ def main(argv=None):
     try:
         config, prompts, targets, rewards = prepare(argv)
     except (ValueError, TypeError, OSError) as error:
-        if "runpy" in traceback.format_exc():  # a bug in a file of rewards shows where it is
+        if "runpy" in traceback.format_exc():  # a bug in a reward file shows where it is
             raise
         print("grpo.py: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)

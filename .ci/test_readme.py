@@ -1,6 +1,6 @@
 """Tests of README.md and .github/figures.md: their code and commands are run, what they say of grpo.py is true, and
 the links of all pages hold."""
-import dataclasses, json, logging, re, subprocess, sys, types, warnings
+import dataclasses, json, logging, re, subprocess, sys, warnings
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
@@ -12,6 +12,7 @@ from PIL import Image
 
 import grpo, measure, test_grpo
 from test_grpo import QUICK, SMALL, WRAPPER, command, finished, first_command, make_config, make_wrapper, rows_of, run
+from test_pages import code_of, load_module, table
 
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
 pytestmark = pytest.mark.readme
@@ -19,24 +20,6 @@ PAGES = {path: path.read_text() for path in [HERE / "README.md", *sorted((HERE /
 README = PAGES[HERE / "README.md"]
 FIGURES = PAGES[HERE / ".github/figures.md"]
 FIELDS = {"--" + field.name.replace("_", "-"): field for field in dataclasses.fields(grpo.Config)}
-
-def code_of(page, name):
-    """The block of code of a page whose first line is `# name`."""
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    return next(block for block in blocks if block.startswith(f"# {name}\n"))
-
-def load_module(code, name):
-    """-> a module of this code, which knows where grpo.py is."""
-    module = types.ModuleType(name)
-    module.__file__ = str(HERE / "grpo.py")
-    sys.modules[name] = module  # where dataclasses look for what annotations mean
-    exec(code, module.__dict__)
-    return module
-
-def table(page, head):
-    """Rows of the page's table with this head -> lists of cells."""
-    lines = page[page.index(head):].split("\n\n")[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 def flat(page):
     """The page with all white space as single spaces."""
