@@ -15,12 +15,9 @@ A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTr
   6. log      metrics, pictures of fixed prompts, a checkpoint
 Axes:  P prompts, G samples of each, N = P * G in the order p0 p0 .. p1 p1 .., B in a micro-batch,
        L prompt tokens, padded on the left, T image tokens of V codes, equally many for all: no mask
-Written for torch 2.11 to 2.15, transformers 5.23 and diffusers 0.42.
-"""
-import argparse, contextlib, dataclasses, functools, inspect, json, math
-import os, re, runpy, sys, time
+Written for torch 2.11 to 2.15, transformers 5.23 and diffusers 0.42."""
+import argparse, contextlib, dataclasses, functools, inspect, json, math, os, re, runpy, sys, time
 from pathlib import Path
-
 import diffusers, safetensors.torch, torch, tqdm, transformers
 import numpy as np
 import torch.nn.functional as F
@@ -34,17 +31,17 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 GPU_GIB = torch.cuda.get_device_properties(0).total_memory / 2**30 if CUDA else 0
 progress = functools.partial(tqdm.tqdm, leave=False, disable=None)  # shown in a terminal only
 
-# --- Settings: each field is a flag, and --help shows its comment --------------------------------
+# --- Settings: each field is a flag, and --help shows its comment ---
 @dataclasses.dataclass
 class Config:
     model: str = "zai-org/GLM-Image" if GPU_GIB >= 60 else "tiny"  # hub id, folder, or the toy
-    adapter: str = None  # folder of adapters to begin with, such as runs/mine/adapter_00010
+    adapter: str = None  # folder of adapters to begin with: runs/mine/adapter_00010
     prompts: str = None  # text file, one prompt a line; None: prompts.txt beside this file
-    reward: str = "color"  # color, mse, file.py:function; with weights: color=1,mine.py:sharp=.2
+    reward: str = "color"  # color, mse or file.py:function; weighted: color=1,mine.py:sharp=.2
     steps: int = 300  # rollouts, with their updates
     group_size: int = 4  # images per prompt
     batch_size: int = 8  # prompts per step; several GPUs share them
-    micro_batch_size: int = 1  # images that a GPU decodes or updates at a time; changes no result
+    micro_batch_size: int = 1  # images that a GPU decodes or updates at a time
     lr: float = 5e-5  # learning rate of AdamW
     num_iterations: int = 1  # updates per rollout; above 1, the clip matters
     clip_range: float = 0.2  # ratios are clipped to 1 - clip_range .. 1 + clip_range
@@ -54,7 +51,7 @@ class Config:
     width: int = 512  # pixels, a multiple of 32
     height: int = 512  # pixels, a multiple of 32
     temperature: float = None  # of the policy; None: the model's own
-    top_p: float = None  # draw from the likeliest codes that sum to this; None: the model's own
+    top_p: float = None  # of the likeliest codes, as many as have this share; None: the model's own
     decode_steps: int = 20  # denoising steps
     guidance: float = 1.5  # classifier-free guidance of the DiT; 1 is off
     offload: str = "auto"  # on: one half on the GPU at a time; off; auto: on below 60 GiB
@@ -62,7 +59,7 @@ class Config:
     seed: int = 0  # of everything random
     out: str = None  # a new folder for the run; None: runs/<date-time>
 
-    def __post_init__(self):  # a ValueError here comes before a model is loaded
+    def __post_init__(self):  # it fails early, before a model is loaded
         lowest = dict(
             steps=1, group_size=2, batch_size=1, micro_batch_size=1, lr=0, num_iterations=1,
             clip_range=0, kl_coef=0, max_grad_norm=1e-9, lora_rank=1, width=32, height=32,
@@ -71,38 +68,37 @@ class Config:
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:  # a NaN fails
                 raise ValueError(f"--{name} {value}: must be {low} or more")
-        if (self.top_p or 1) > 1:
+        if self.top_p is not None and self.top_p > 1:
             raise ValueError(f"--top_p {self.top_p}: must be 1 at most")
         if self.width % 32 or self.height % 32:
-            raise ValueError("--width and --height must be multiples of 32")
+            raise ValueError("--width, --height: must be multiples of 32")
         if self.batch_size % WORLD_SIZE:
             raise ValueError(f"--batch_size must be a multiple of {WORLD_SIZE}, the GPUs")
         if self.offload not in ("auto", "on", "off"):
             raise ValueError(f"--offload {self.offload}: must be auto, on or off")
         self.out = self.out or time.strftime("runs/%Y%m%d-%H%M%S")
-        if holds_run(self.out):
-            raise ValueError(f"--out {self.out} exists: name another folder, or --resume it")
+        if holds_run(self.out):  # there is a checkpoint.pt
+            raise ValueError(f"--out {self.out} exists: name another or --resume it")
 
     @classmethod
     def from_run(cls, folder, **changes):
-        """The settings of a run, but for these changes; a trainer goes on with that run."""
+        """The settings of a run, with these changes. A trainer goes on with it."""
         saved = read_checkpoint(folder)["config"]
         for name in ("model", "seed", "lora_rank", "adapter", "out"):
             if name in changes and changes[name] != saved.get(name):
-                raise ValueError(f"--{name}: {folder} keeps its own, {saved.get(name)}")
+                raise ValueError(f"--{name}: the run keeps {saved.get(name)}")
         config = cls(**saved | changes | dict(out=None))
-        config.out = str(folder)  # which holds a run: a new Config would refuse it
+        config.out = str(folder)  # set afterwards, as Config refuses a folder with a run
         return config
 
-# --- The maths: pure functions of tensors --------------------------------------------------------
+# --- The maths: pure functions of tensors ---
 def compute_advantages(rewards, group_size):
-    """How much better each sample is than its group: A = (r - mean of its group) / (std + 1e-6).
-    rewards [N], by group -> [N], fp32."""
+    """A = (r - mean of its group) / (std + 1e-6). Rewards [N], by group -> [N], fp32."""
     if group_size < 2:
-        raise ValueError("a group of one has nothing to be compared with")
+        raise ValueError("a group of one has nothing to compare")
     groups = torch.as_tensor(rewards).double().view(-1, group_size)  # [P, G]
-    advantages = groups - groups.mean(1, keepdim=True)  # fp32 would give equal rewards some noise
-    advantages /= groups.std(1, keepdim=True) + 1e-6  # Dr. GRPO (2503.20783) does not divide
+    advantages = groups - groups.mean(1, keepdim=True)  # in fp64 equal rewards give 0
+    advantages /= groups.std(1, keepdim=True) + 1e-6  # Dr. GRPO (2503.20783) leaves this out
     return advantages.flatten().float()
 
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
@@ -111,12 +107,12 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
         ratio = exp(new - old), clipped to 1 - clip_range .. 1 + clip_range
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
-    (k3 is exact for samples of `new`. From the second update on they are of `old`: nearly.)
+    k3 expects samples of `new`. Those of a rollout are that in its first update only.
     Log-probs are [N, T], or [N] (an action each), advantages [N]. Only new_logprobs get a gradient.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
     if advantages.shape != new_logprobs.shape[:1]:  # [N, T] would broadcast silently
-        raise ValueError(f"advantages must be [N], one for each row: {advantages.shape}")
+        raise ValueError(f"advantages must be [N], one a row: {advantages.shape}")
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T], or [N, 1]
     old = old_logprobs.detach().reshape_as(new)
     A = advantages.detach().to(new)[:, None]  # [N, 1]
@@ -145,16 +141,16 @@ def compute_policy_logprobs(logits, nucleus=None):
         logits = logits.masked_fill(~nucleus.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
 
-def sample_codes(logprobs, chance):
-    """The inverse CDF: logprobs [N, V], chance [N, 1], uniform in 0..1 -> codes [N, 1]. With
+def sample_codes(logprobs, uniform):
+    """The inverse CDF: logprobs [N, V], random numbers in 0..1 [N, 1] -> codes [N, 1]. With
     `torch.multinomial` a sample would depend on what else is in the batch."""
     mass = logprobs.double().exp().cumsum(1)
-    point = chance * mass[:, -1:]  # 1 up to rounding
+    point = uniform * mass[:, -1:]  # the last mass is 1 up to rounding
     return torch.searchsorted(mass, point, right=True)  # the first code with mass > point
 
-# --- The trainer: the loop, then what a turn of it consists of -----------------------------------
+# --- The trainer: the loop, then what a turn of it consists of ---
 class GRPOTrainer:
-    """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}, targets: images or None."""
+    """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}; targets: images."""
     def __init__(self, config, wrapper, prompts, rewards=None, targets=None):
         self.config = config
         self.wrapper = wrapper
@@ -163,10 +159,10 @@ class GRPOTrainer:
         self.rewards = rewards or load_rewards(config.reward)
         self.out = Path(config.out)
         self.history = []  # a row of metrics per step
-        torch.manual_seed(config.seed)  # adapters are drawn on the CPU, equal ones for all GPUs
+        torch.manual_seed(config.seed)  # equal adapters on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
-        if holds_run(config.out):
+        if holds_run(config.out):  # resumed
             self.load_checkpoint()
         elif config.adapter:
             self.lora.load(config.adapter)
@@ -174,7 +170,6 @@ class GRPOTrainer:
     def train(self):
         first = len(self.history) + 1
         if RANK == 0 and first == 1:
-            self.out.mkdir(parents=True, exist_ok=True)
             self.save_samples(0)  # before training
         for step in range(first, self.config.steps + 1):
             started = time.perf_counter()
@@ -186,16 +181,16 @@ class GRPOTrainer:
             self.log(step, metrics)  # 6. log
 
     def rollout(self, step):
-        """Steps 1 to 3, on this GPU's share of the prompts -> {key: N values}, metrics."""
+        """Steps 1 to 3 for this GPU's share of the prompts -> {key: N values}, metrics."""
         config = self.config
-        first = (step - 1) * config.batch_size
-        turns = range(first, first + config.batch_size)[RANK::WORLD_SIZE]  # counted from step 1 on
+        start = (step - 1) * config.batch_size  # counted from step 1 on
+        counts = range(start, start + config.batch_size)[RANK::WORLD_SIZE]
         n = len(self.prompts)
         chosen = []
-        for turn in turns:  # prompts go round in laps, each shuffled anew
-            lap = np.random.default_rng([config.seed, turn // n]).permutation(n)
-            chosen.append(lap[turn % n])
-        seeds = [config.seed * 1_000_003 + turn for turn in turns]  # so no state is to be saved
+        for count in counts:  # prompts go round in laps, each in another random order
+            lap = np.random.default_rng([config.seed, count // n]).permutation(n)
+            chosen.append(lap[count % n])
+        seeds = [config.seed * 1_000_003 + count for count in counts]  # the same if resumed
         group_prompts = [self.prompts[i] for i in chosen]  # P
         rollout = self.wrapper.generate_with_tracking(group_prompts, config.group_size, seeds)
         rows = np.repeat(chosen, config.group_size)  # N: p0 p0 .. p1 p1 ..
@@ -206,14 +201,12 @@ class GRPOTrainer:
         return rollout | dict(prompts=prompts, rewards=rewards), metrics
 
     def train_step(self, rollout):
-        """Step 5: one rollout -> metrics. As each micro-batch counts by its share of the samples,
-        --micro-batch-size changes no result."""
+        """Step 5: one rollout -> metrics. Micro-batches only save memory."""
         config = self.config
-        N = len(rollout["tokens"])
         batches = list(split_rollout(rollout, config.micro_batch_size))
         if config.kl_coef > 0:
             self.add_ref_logprobs(batches)
-        self.optimizer.zero_grad()  # an interrupted update may have left its gradients
+        self.optimizer.zero_grad()  # left by an interrupted update
         rows = []
         updates = []
         for _ in range(config.num_iterations):
@@ -223,22 +216,22 @@ class GRPOTrainer:
                 # The trap of bf16: sampler and trainer round differently, their ratio is not 1.
                 # So the old log-probs are not the sampler's, but those of the first pass here.
                 old_logprobs = batch.get("old_logprobs", new_logprobs.detach())
-                batch["old_logprobs"] = old_logprobs
+                batch["old_logprobs"] = old_logprobs  # for later passes
                 loss, metrics = compute_grpo_loss(
                     new_logprobs, old_logprobs, batch["advantages"], clip_range=config.clip_range,
                     ref_logprobs=batch.get("ref_logprobs"), kl_coef=config.kl_coef)
-                share = len(new_logprobs) / N / WORLD_SIZE
+                share = len(new_logprobs) / len(rollout["tokens"]) / WORLD_SIZE
                 (loss * share).backward()
                 gap = batch["logprobs"] - old_logprobs
                 metrics["sampler_gap_max"] = gap.abs().max().item()
                 metrics["entropy"] = entropy.mean().item()
-                rows += [metrics] * len(new_logprobs)  # one a sample: the means are over samples
+                rows += [metrics] * len(new_logprobs)  # once a sample, for the mean
             updates.append(self.update_weights())
         return merge_rows(rows) | merge_rows(updates)
 
     @torch.no_grad()
     def add_ref_logprobs(self, batches):
-        """The reference is the policy with its adapters off, so no second model is needed."""
+        """The reference is the policy with its adapters off: no second model is needed."""
         with self.lora.disabled():
             for batch in batches:
                 batch["ref_logprobs"], _ = self.wrapper.compute_logprobs(
@@ -248,38 +241,37 @@ class GRPOTrainer:
         weights = list(self.lora.weights.values())
         if WORLD_SIZE > 1:
             for weight in weights:
-                torch.distributed.all_reduce(weight.grad)  # a sum, as each GPU had its share
+                torch.distributed.all_reduce(weight.grad)  # the sum of all shares
         grad_norm = nn.utils.clip_grad_norm_(weights, self.config.max_grad_norm)
-        if grad_norm.isfinite():  # or it is left out: a NaN would stay in Adam's moments
+        if grad_norm.isfinite():  # a NaN would stay in Adam's moments
             self.optimizer.step()
         self.optimizer.zero_grad()
         return dict(grad_norm=grad_norm.item())
 
     def log(self, step, metrics):
-        """Step 6. The checkpoint is written last: a crash before it loses only this step."""
+        """Step 6. The checkpoint comes last: a crash before it loses this step only."""
         metrics["gpu_gib_max"] = torch.cuda.max_memory_allocated() / 2**30
-        row = dict(step=step) | metrics  # of this GPU: those of the first are written
+        row = dict(step=step) | metrics  # of this GPU's images
         self.history.append(row)
         if RANK > 0:
             return
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
         lines = [json.dumps(row) + "\n" for row in self.history]
-        (self.out / "metrics.jsonl").write_text("".join(lines))  # whole, as a kill may tear it
+        (self.out / "metrics.jsonl").write_text("".join(lines))  # mends a torn line
         self.save_checkpoint()
         keys = "step reward reward_std loss kl entropy grad_norm sampler_gap_max".split()
         print(*[f"{key} {row[key]:<8.4g}" for key in keys if key in row], flush=True)
 
-    def save_samples(self, step):
-        """Pictures of fixed prompts and seeds, and the adapter that drew them, to go back to."""
+    def save_samples(self, step):  # of fixed prompts and seeds
+        self.lora.save(self.out / f"adapter_{step:05d}")  # makes the folder
         prompts = self.prompts[:8]
         images = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))["images"]
         grid = diffusers.utils.make_image_grid(images, 1, len(images))
         grid.save(self.out / f"samples_{step:05d}.png")
-        self.lora.save(self.out / f"adapter_{step:05d}")
 
     def save_checkpoint(self):
-        """Written aside, then renamed: a kill in the middle leaves the file of the step before."""
+        """Written aside, then renamed: a kill leaves the one of the step before."""
         state = dict(config=vars(self.config), history=self.history,
                      adapter=self.lora.weights, optimizer=self.optimizer.state_dict())
         unfinished = self.out / "checkpoint.part"
@@ -287,34 +279,32 @@ class GRPOTrainer:
         unfinished.replace(self.out / "checkpoint.pt")
 
     def load_checkpoint(self):
-        """Adapters, moments and history of a run; the learning rate is that of the config."""
         state = read_checkpoint(self.out)
         self.history = state["history"]
         self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.param_groups[0]["lr"] = self.config.lr
+        self.optimizer.param_groups[0]["lr"] = self.config.lr  # --lr may differ
         for name, weight in self.lora.weights.items():
             weight.data.copy_(state["adapter"][name])
 
 def split_rollout(rollout, size):
-    """{key: N values} -> micro-batches with the same keys; what is None is left out."""
+    """{key: N values} -> micro-batches with the same keys, but for None."""
     for start in range(0, len(rollout["tokens"]), size):
         yield {key: values[start:start + size]
                for key, values in rollout.items() if values is not None}
 
 def merge_rows(rows):
-    """Metrics of several samples -> one row: maxima of names in _max, means of others."""
+    """Metrics of samples -> one row: the maximum if a name ends in _max, else the mean."""
     merged = {}
     for key in rows[0]:
         merge = np.max if key.endswith("_max") else np.mean
         merged[key] = float(merge([row[key] for row in rows]))
     return merged
 
-def holds_run(folder):
-    """A failure in the first step leaves a folder that is no run: the command works again."""
+def holds_run(folder):  # a folder without a checkpoint may be used again
     return Path(folder, "checkpoint.pt").exists()
 
 def read_checkpoint(folder):
-    """What save_checkpoint wrote. `weights_only` runs no code, `mmap` reads only what is used."""
+    """What save_checkpoint wrote. `weights_only` runs no code, `mmap` reads what is used."""
     try:
         state = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)
         assert "config" in state
@@ -322,9 +312,9 @@ def read_checkpoint(folder):
         raise ValueError(f"--resume: {folder} holds no run: {error!r}")
     return state
 
-# --- Rewards -------------------------------------------------------------------------------------
-# A reward is any function that gives each image a finite number, higher is better. Only differences
-# inside a group count: equal numbers say nothing. Yours, for `--reward mine.py:bright`, may be this:
+# --- Rewards ---
+# A reward is any function that gives each image a finite number, higher is better; only
+# differences inside a group count. Yours may be this, for `--reward mine.py:bright`:
 #     def bright(images, prompts, targets):  # PIL images, texts, PIL images to imitate or None
 #         return [image.convert("L").resize((1, 1)).getpixel((0, 0)) for image in images]
 COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
@@ -341,37 +331,37 @@ def reward_color(images, prompts, targets=None):
     for mean_color, prompt in zip(pil_to_tensor(images).mean((2, 3)), prompts):
         named = [word for word in re.findall(r"\w+", prompt.lower()) if word in COLORS]
         if not named:
-            raise ValueError(f"--reward color: {prompt!r} names no colour of {list(COLORS)}")
+            raise ValueError(f"--reward color: there is no colour word in {prompt!r}")
         scores.append(1 - F.l1_loss(mean_color, COLORS[named[0]]))
     return scores
 
 def reward_mse(images, prompts, targets):
     """Minus the mean squared error to the target, which is resized to the image."""
     if None in targets:
-        raise ValueError("--reward mse: every line of --prompts needs a target, after a tab")
+        raise ValueError("--reward mse: every line of --prompts needs a target")
     targets = [target.resize(images[0].size) for target in targets]
     return -(pil_to_tensor(images) - pil_to_tensor(targets)).square().mean((1, 2, 3))
 
 REWARDS = {"color": reward_color, "mse": reward_mse}
 
 def load_rewards(text):
-    """"color=1,mine.py:sharp=.2" -> {name: (function, weight)}; a bare name has weight 1."""
+    """Text such as color=1,mine.py:sharp=.2 -> {name: (function, weight)}; no weight means 1."""
     rewards = {}
     run_once = functools.cache(run_file)  # for a file with two rewards in it
     for part in text.split(","):
         name, _, weight = part.strip().partition("=")
-        file, _, function_name = name.rpartition(":")
+        file, _, wanted = name.rpartition(":")
         weight = float(weight or 1)
-        function = REWARDS.get(name)
         if os.path.isfile(file):
-            function = run_once(file).get(function_name)
+            function = run_once(file).get(wanted)
+        else:
+            function = REWARDS.get(name)
         if function is None or name in rewards or not math.isfinite(weight):
-            raise ValueError(f"--reward {part}: not found, or twice, or the weight is not finite")
+            raise ValueError(f"--reward {part}: not found, twice, or its weight is not finite")
         rewards[name] = function, weight
     return rewards
 
-def run_file(path):
-    """Runs a file of yours. What it raises becomes an error whose traceback `main` does show."""
+def run_file(path):  # a bug in it is no bad input: `main` shows its traceback
     try:
         return runpy.run_path(path)
     except Exception as error:
@@ -379,22 +369,22 @@ def run_file(path):
 
 @torch.no_grad()
 def compute_rewards(images, prompts, targets, rewards):
-    """{name: (function, weight)} -> the weighted sum [N], and {metric: float}, the means."""
+    """{name: (function, weight)} -> the weighted sum [N], means {metric: float}."""
     total = torch.zeros(len(images))
     metrics = {}
     for name, (function, weight) in rewards.items():
         copies = [image.copy() for image in images]  # a reward may paint over its images
         values = list(function(copies, prompts, targets))
         scores = torch.tensor([math.nan if value is None else float(value) for value in values])
-        if len(scores) != len(images) or not scores.isfinite().all():  # a NaN ends all learning
-            raise ValueError(f"{name} must give {len(images)} finite numbers, and gave {values}")
+        if len(scores) != len(images) or not scores.isfinite().all():  # NaN would spread
+            raise ValueError(f"{name} must give {len(images)} finite numbers: {values}")
         metrics[f"reward/{name}"] = scores.mean().item()
         total += weight * scores
     metrics["reward"] = total.mean().item()
     return total, metrics
 
 def load_prompts(path):
-    """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, targets (None without)."""
+    """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, targets or None."""
     path = Path(path or Path(__file__).with_name("prompts.txt"))
     prompts = []
     targets = []
@@ -407,87 +397,77 @@ def load_prompts(path):
         raise ValueError(f"--prompts {path}: empty")
     return prompts, targets
 
-# --- LoRA (arXiv 2106.09685): the weights that are trained ---------------------------------------
+# --- LoRA (arXiv 2106.09685): the weights that are trained ---
 class LoRA:
     """W x becomes W x + 2 B A x: W is frozen, B begins at 0, and 2 is alpha / rank.
     `weights` holds A [rank, in] and B [out, rank] of the linear layers whose names fit `targets`,
     in fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight."""
     def __init__(self, model, targets, rank):
         if hasattr(model, "lora"):
-            model.lora.enabled = False  # or the adapters of an earlier trainer would add up
+            model.lora.enabled = False  # an earlier LoRA has no effect any more
         model.lora = self
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=targets)
         self.enabled = True
         self.weights = {}  # under peft's names
         for name, linear in model.named_modules():
             if re.fullmatch(targets, name):
-                A = nn.Linear(linear.in_features, rank, bias=False).to(DEVICE).weight  # random
+                A = nn.Linear(linear.in_features, rank, bias=False).to(DEVICE).weight
                 B = nn.Parameter(torch.zeros(linear.out_features, rank, device=DEVICE))
                 self.weights[f"base_model.model.{name}.lora_A.weight"] = A
                 self.weights[f"base_model.model.{name}.lora_B.weight"] = B
                 linear.register_forward_hook(functools.partial(self.add_low_rank, A, B))
 
     def add_low_rank(self, A, B, linear, inputs, output):
-        """What the linear layer gives, plus 2 B A x; without a return PyTorch keeps the output."""
+        """A hook: the layer's output plus 2 B A x. Without a return the output stays."""
         if self.enabled:
-            low = inputs[0] @ A.to(output).T  # [.., rank]
+            low = inputs[0] @ A.to(output).T
             return torch.add(output, low @ B.to(output).T, alpha=2)  # one kernel for both
 
     @contextlib.contextmanager
     def disabled(self):
-        """Inside `with lora.disabled():` the model is the reference; an error ends that too."""
+        """Inside `with lora.disabled():` the model is the reference, even if that fails."""
         self.enabled = False
         try:
             yield
         finally:
             self.enabled = True
 
-    def save(self, folder):
-        """In the files that peft and transformers' load_adapter read."""
+    def save(self, folder):  # as peft and transformers' load_adapter read it
         os.makedirs(folder, exist_ok=True)
         Path(folder, "adapter_config.json").write_text(json.dumps(self.config))
         safetensors.torch.save_file(self.weights, Path(folder, "adapter_model.safetensors"))
 
-    def load(self, folder):
-        """What `save` wrote. Other layers are a KeyError, another rank is a RuntimeError."""
+    def load(self, folder):  # a KeyError or a RuntimeError if it does not fit
         saved = safetensors.torch.load_file(Path(folder, "adapter_model.safetensors"))
         for name, weight in self.weights.items():
-            weight.data.copy_(saved[name].view_as(weight))
+            weight.data.copy_(saved[name].view_as(weight))  # copy_ alone would broadcast
 
-# --- GLM-Image: prompt -> tokens -> image. Five facts, from which the code follows: --------------
-#   1. It writes two grids: a draft of about 16 x 16 codes, which sketches the picture, then the
-#      large grid, a code for each 32 x 32 pixels. Both are actions; only the large one is painted.
+# --- GLM-Image: prompt -> tokens -> image. Five facts, from which the code follows: ---
+#   1. It writes two grids: first a draft of about 16 x 16 codes, then the large grid, with a code
+#      for each 32 x 32 pixels. Both are actions, but only the large one is painted.
 #   2. A code is a token id from 0 to V - 1; ids above are image marks, padding and words.
-#   3. The position of a token is a triple (t, h, w), so that a code knows its row and column.
+#   3. A token's position is a triple (t, h, w), so that a code knows its row and column.
 #   4. The DiT wants each code four times, as 2 x 2: its patches have 16 x 16 pixels.
 #   5. Of the prompt the DiT reads only words in quotation marks, letter by letter (glyphs).
 class Halves:
-    """`ar` samples and is trained, `dit` paints. With offloading one is on the GPU at a time, and the
-    other waits on the host. The vision tower, in neither, stays there: it only reads pictures."""
+    """`ar` samples and is trained, `dit` paints. With offloading only the half that works is on the
+    GPU, and the rest on the host. The vision tower, which reads pictures, always stays there."""
     def __init__(self, pipe, offload):
         model = pipe.vision_language_encoder
         self.ar = nn.ModuleList([model.model.language_model, model.lm_head])
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
-        self.offload = offload == "on" or (offload == "auto" and 0 < GPU_GIB < 60)
-        self.on_gpu = None  # the half that is lent to the GPU
-        self.lent = []  # its tensors, each with its data on the host
         self.both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False).eval()
+        self.offload = offload == "on" or (offload == "auto" and 0 < GPU_GIB < 60)
         self.both.to("cpu" if self.offload else DEVICE)
+        self.on_gpu = None  # ar or dit, if known
 
     def move_to_gpu(self, half):
-        """The other half leaves, this one comes. Both are frozen: nothing is ever copied back."""
-        if not self.offload or half is self.on_gpu:
-            return
-        self.on_gpu = None  # after an interrupt the next call begins anew
-        for tensor, on_host in self.lent:
-            tensor.data = on_host
-        self.lent.clear()
-        torch.cuda.empty_cache()  # or fragments may leave no room for this half
-        for tensor in (*half.parameters(), *half.buffers()):
-            on_host = tensor.data.pin_memory() if CUDA else tensor.data  # pinned, to be fast
-            self.lent.append((tensor, on_host))
-            tensor.data = on_host.to(DEVICE, non_blocking=True)
-        self.on_gpu = half
+        if self.offload and half is not self.on_gpu:
+            self.on_gpu = None  # not known, if this is interrupted
+            self.both.to("cpu")
+            torch.cuda.empty_cache()  # or fragments may leave no room for this half
+            half.to(DEVICE)
+            self.on_gpu = half
 
 class GLMImageWrapper:
     """A `GlmImagePipeline` as a policy. A model of your own needs `policy` (gets the adapters),
@@ -499,48 +479,47 @@ class GLMImageWrapper:
         self.config = config
         self.halves = Halves(pipe, config.offload)
         self.policy = pipe.vision_language_encoder  # the pipeline's name for the AR half
-        self.policy.activation_checkpointing_enable()  # saves memory in training: see `forward`
-        own = self.policy.generation_config  # of the model, for what was not typed
+        self.policy.activation_checkpointing_enable()  # for training mode
+        own = self.policy.generation_config  # of the model
         self.temperature = config.temperature or own.temperature or 1.0
         self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or own.top_p or 1.0)
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
         pipe.set_progress_bar_config(disable=True)
-        pipe.vae.enable_slicing()  # image by image: four at once, at 1024 pixels, take 28 GiB
+        pipe.vae.enable_slicing()  # image by image: four at 1024 pixels take 28 GiB
         pipe.transformer.rope.register_forward_hook(move_tables)
 
     @classmethod
     def from_pretrained(cls, path, config):
         if path == "tiny":
-            torch.set_num_threads(1)  # for models as small as the toy, two are slower
+            torch.set_num_threads(1)  # two are slower
             return cls(make_tiny_pipeline(config.seed), config)
         return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=torch.bfloat16), config)
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed for each -> tokens, logprobs [N, T], nuclei [N, T, V], bool.
-        All N at once: --batch-size and --group-size bound the memory. Transformers' `generate` would
-        take the grids of one prompt for another's, may end early, and has a top-k of 50."""
+        All N are drawn at once: --batch-size and --group-size bound the memory."""
         self.halves.move_to_gpu(self.halves.ar)
         ids, position_ids, bias = self.encode(np.repeat(prompts, group_size).tolist())
         L = ids.shape[1]
         T = position_ids.shape[2] - L
-        chance = [torch.rand(group_size, T, generator=torch.Generator().manual_seed(seed))
-                  for seed in seeds]
-        chance = torch.cat(chance).to(DEVICE)  # [N, T]
+        rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.cat([torch.rand(group_size, T, generator=rng) for rng in rngs]).to(DEVICE)
         cache = transformers.StaticCache(self.policy.config.text_config, L + T)
-        fed = ids  # the prompts, then one code after the other: the cache keeps what was fed
-        columns = slice(0, L)
+        # First all prompts are fed, then code after code; the cache keeps what was fed.
+        fed = ids
+        columns = slice(0, L)  # of the L + T
         steps = []
         for i in progress(range(T), "sample"):
             logits = self.forward(fed, position_ids[..., columns], bias[:, :, columns], cache)
-            nucleus = self.top_p_filter(None, logits[:, -1]).isfinite()  # others become -inf
+            nucleus = self.top_p_filter(None, logits[:, -1]).isfinite()  # it sets others to -inf
             all_logprobs = compute_policy_logprobs(logits[:, -1], nucleus)  # [N, V]
-            codes = sample_codes(all_logprobs, chance[:, i:i + 1])  # [N, 1]
+            codes = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
             logprobs = all_logprobs.gather(1, codes)
-            steps.append((codes, logprobs, nucleus[:, None].cpu()))  # nuclei are large
+            steps.append((codes, logprobs, nucleus[:, None].cpu()))  # large: on the host
             fed = codes
             columns = slice(L + i, L + i + 1)
-        return [torch.cat(column, 1) for column in zip(*steps)]
+        return [torch.cat(parts, 1) for parts in zip(*steps)]  # tokens, logprobs, nuclei
 
     def compute_logprobs(self, prompts, tokens, nuclei):
         """Teacher forcing: tokens [B, T], nuclei [B, T, V] as sampled, or None for all codes
@@ -549,61 +528,66 @@ class GLMImageWrapper:
         ids, position_ids, bias = self.encode(prompts)
         tokens = tokens.to(DEVICE)
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, bias)
-        self.halves.ar.eval()  # in training mode the stock pipeline would lose its cache
-        logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: a code is predicted one place before
+        self.halves.ar.eval()  # the stock pipeline has no cache in training mode
+        logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: of each code, one place before
         all_logprobs = compute_policy_logprobs(logits, nuclei)
         entropy = torch.distributions.Categorical(logits=all_logprobs.detach()).entropy()
         return all_logprobs.gather(2, tokens[:, :, None]).squeeze(2), entropy
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
-        """Step 2. P prompts and seeds, tokens [N, T] -> N images, of the large grid. A group shares
-        its noise (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck."""
+        """Step 2. P prompts and seeds, tokens [N, T] -> N images. A group shares its noise
+        (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck."""
         self.halves.move_to_gpu(self.halves.dit)
         config = self.config
         h = config.height // 32
         w = config.width // 32
-        large = tokens[:, -h * w:].to(DEVICE).view(len(prompts), -1, h, w)  # [P, G, h, w]
-        codes = large.repeat_interleave(2, 2).repeat_interleave(2, 3).flatten(2)  # each as 2 x 2
+        codes = tokens[:, -h * w:].to(DEVICE).view(-1, h, w)  # without the draft
+        codes = codes.repeat_interleave(2, 1).repeat_interleave(2, 2)  # each as 2 x 2
+        codes = codes.view(len(prompts), -1, 4 * h * w)  # [P, G, 4 * h * w]
+        groups = list(zip(prompts, codes, seeds, strict=True))
         images = []
-        for prompt, group, seed in zip(prompts, codes, progress(seeds, "decode"), strict=True):
+        for prompt, group, seed in progress(groups, "decode"):
             for part in group.split(config.micro_batch_size):
-                noise = [torch.Generator().manual_seed(seed) for _ in part]  # equal for all images
-                images += self.pipe(
+                noise = [torch.Generator().manual_seed(seed) for _ in part]  # the same for all
+                images += self.pipe(  # as codes are given, without its AR half
                     [prompt] * len(part), prior_token_ids=part, generator=noise,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
                     num_inference_steps=config.decode_steps).images
         return images
 
     def generate_with_tracking(self, prompts, group_size, seeds):
-        """Steps 1 and 2 -> N images; their tokens [N, T] and nuclei [N, T, V] (or None), which only
-        `compute_logprobs` looks at; and the log-probs of the sampler, [N, T]."""
+        """Steps 1 and 2 -> N images, with tokens, logprobs and nuclei as in `sample`. The trainer
+        gives tokens and nuclei to `compute_logprobs` as they are; nuclei may be None."""
         tokens, logprobs, nuclei = self.sample(prompts, group_size, seeds)
         images = self.decode(prompts, tokens, seeds)
         return dict(images=images, tokens=tokens, logprobs=logprobs, nuclei=nuclei)
 
     def encode(self, prompts):
-        """-> ids [B, L], position_ids [3, B, L + T], and what the attention adds to the score of
-        each pair of tokens, bias [B, 1, L + T, L + T]: 0 where row i may see column j, else -inf."""
-        chats = [[dict(role="user", content=[dict(type="text", text=text)])] for text in prompts]
+        """-> ids [B, L], position_ids [3, B, L + T], and bias [B, 1, L + T, L + T], which attention
+        adds to its scores: 0 where token i (row) may see token j (column), else -inf."""
+        texts = [dict(type="text", text=prompt) for prompt in prompts]
+        chats = [[dict(role="user", content=[text])] for text in texts]
         inputs = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
                 target_h=self.config.height, target_w=self.config.width,
                 padding=True, padding_side="left")).to(DEVICE)
-        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w) each, equal for all prompts
-        position_ids = build_position_ids(inputs.attention_mask, [draft, large])  # draft first
-        real = position_ids[0] >= 0  # padding has -1, and sees padding: -inf alone would be NaN
-        visible = (real[:, :, None] == real[:, None]).tril()
-        bias = torch.where(visible, 0.0, -math.inf).to(self.policy.dtype)
-        return inputs.input_ids, position_ids, bias[:, None]
+        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w), equal for all
+        position_ids = build_position_ids(inputs.attention_mask, [draft, large])
+        real = position_ids[0] >= 0  # padding has -1
+        # Padding sees padding: the softmax of a row of -inf alone would be NaN.
+        alike = real[:, :, None] == real[:, None]
+        bias = alike.tril()[:, None].to(self.policy.dtype).log()  # True -> 0, False -> -inf
+        return inputs.input_ids, position_ids, bias
 
     def forward(self, ids, position_ids, bias, cache=None):
-        """ids [B, n] -> logits / temperature [B, n, V]. `policy` would make its own positions."""
+        """ids [B, n] -> logits / temperature [B, n, V]. `policy` makes wrong positions."""
         language_model, lm_head = self.halves.ar
-        language_model.train(torch.is_grad_enabled())  # activations are computed twice, not kept
+        # In training mode activations are computed again, which saves memory.
+        language_model.train(torch.is_grad_enabled())
         hidden = language_model(
             input_ids=ids, position_ids=position_ids, attention_mask=bias, past_key_values=cache,
-            use_cache=False).last_hidden_state  # makes no cache; one that is given is filled
+            use_cache=False).last_hidden_state  # yet fills a given cache
         codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
         return lm_head(hidden)[..., :codebook_size].float() / self.temperature
 
@@ -616,9 +600,8 @@ def build_position_ids(attention_mask, grids):
          w:   -1   0  1  2   3  4    5  6  5  6
     The trap: `transformers` makes these in `generate` only. A plain forward pass takes the image
     for a line of text, without any error, and every log-prob is wrong."""
-    text = attention_mask.cumsum(1) - 1
-    parts = [torch.stack([text, text, text])]  # [3, B, L]
-    start = attention_mask.sum(1, keepdim=True)  # [B, 1]
+    parts = [(attention_mask.cumsum(1) - 1).expand(3, -1, -1)]  # the text [3, B, L]
+    start = attention_mask.sum(1, keepdim=True)
     for h, w in grids:
         cell = torch.arange(h * w, device=start.device)  # row by row
         row = start + cell // w  # [B, h * w]
@@ -628,22 +611,22 @@ def build_position_ids(attention_mask, grids):
     return torch.cat(parts, 2)
 
 def move_tables(rope, inputs, tables):
-    """The DiT makes its rotary tables on the CPU: here once for all layers, not in each."""
+    """Made on the CPU, the DiT's rotary tables would be fetched by each of its layers."""
     return [table.to(DEVICE) for table in tables]
 
-# --- The toy: the real classes with 0.7 M weights, fitted in seconds -----------------------------
-# It cheats three times, so that a laptop sees it learn. Its words are its codes: the 8 COLORS. Its
-# painter is fitted beforehand, to paint a code as a square of its colour. Its policy is fitted too:
-# 40 % of the tokens get the prompt's colour, the others any. GRPO can be understood without this.
+# --- The toy: the real classes with 0.7 M weights, fitted in seconds ---
+# It cheats three times, so that a laptop sees it learn. Its vocabulary and its codes are the same
+# words, the COLORS. Its painter is fitted beforehand, to paint a code as a square of its colour.
+# Its policy is fitted, too: 40 % of its tokens are the prompt's colour, and the others are any.
 TINY = dict(model="tiny", steps=40, micro_batch_size=16, lr=2e-3, lora_rank=16, width=128,
             height=128, decode_steps=1, guidance=1.0, offload="off")
 
 def make_tiny_models(words=COLORS):
-    """-> a GlmImagePipeline of random weights with a code for each word; it knows no other word.
-    The AR half is 128 wide, the painter 8. Other numbers are the smallest with which it runs."""
+    """-> a GlmImagePipeline of random weights with a code for each word; it knows no others.
+    The AR half is 128 wide, the painter 8; other numbers are as small as can be."""
     V = len(words)
     names = "bos eos pad unk image grid_bos grid_eos".split()
-    marks = {f"{name}_token": f"<|toy_{name}|>" for name in names}  # which nobody writes
+    marks = {f"{name}_token": f"<|toy_{name}|>" for name in names}  # in no prompt
     ids = {word: i for i, word in enumerate([*words, *marks.values()])}
     tokenizer = transformers.BertTokenizer(
         ids, model_input_names=["input_ids", "attention_mask"], **marks)
@@ -652,7 +635,8 @@ def make_tiny_models(words=COLORS):
 
     def choose_grids(height, width):  # -> rows, columns of the large grid, then of the draft
         return height // 32, width // 32, 2, 2
-    processor._get_target_shape = choose_grids  # private: its draft is 16 x 16, mostly noise
+    # A private method; but the library's draft of 16 x 16 would be mostly noise.
+    processor._get_target_shape = choose_grids
     ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
         text_config=dict(
             vocab_size=len(tokenizer), vision_vocab_size=2 * V, initializer_range=0.1,
@@ -674,21 +658,22 @@ def make_tiny_models(words=COLORS):
         diffusers.FlowMatchEulerDiscreteScheduler())
 
 def make_tiny_pipeline(seed=0, fit_steps=200):
-    """The toy after its fit, some ten seconds on a CPU; all of it follows from the seed."""
+    """The toy after its fit of some ten seconds; all of it follows from the seed."""
     torch.manual_seed(seed)
     pipe = make_tiny_models()
-    wrapper = GLMImageWrapper(pipe, Config(**TINY, batch_size=WORLD_SIZE))  # one prompt a GPU
-    paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # private: without its `no_grad`
+    config = Config(**TINY, batch_size=WORLD_SIZE)  # for any number of GPUs
+    wrapper = GLMImageWrapper(pipe, config)
+    paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # private: it keeps the gradient
     V = len(COLORS)
     palette = 2 * torch.stack(list(COLORS.values())).to(DEVICE) - 1  # [V, 3]
     prompts = [f"a {name} thing" for name in COLORS]
-    named = torch.arange(V)[:, None]  # the code of each prompt
+    named_code = torch.arange(V)[:, None]  # [V, 1]
     optimizer = torch.optim.Adam(wrapper.halves.both.requires_grad_().parameters(), 3e-3)
-    for _ in progress(range(fit_steps), "fit the toy"):
-        drawn = torch.randint(V, (V, 20))  # the policy: a draft of 4 and a large grid of 16
-        tokens = torch.where(torch.rand(drawn.shape) < 0.4, named, drawn)
+    for _ in progress(range(fit_steps), "fit"):
+        drawn = torch.randint(V, (V, 20))  # the policy: a draft of 4, a large grid of 16
+        tokens = torch.where(torch.rand(drawn.shape) < 0.4, named_code, drawn)
         logprobs, _ = wrapper.compute_logprobs(prompts, tokens, None)
-        codes = torch.randint(V, (V, 2, 2)).to(DEVICE)  # the painter: 2 x 2 squares of 16 pixels
+        codes = torch.randint(V, (V, 2, 2)).to(DEVICE)  # the painter: 4 squares
         squares = F.interpolate(palette[codes].movedim(3, 1), 32)  # [V, 3, 32, 32]
         glyphs = torch.randn(V, 1, 8).to(DEVICE)  # random, to be ignored
         latents = paint(pipe, prompt_embeds=glyphs, prior_token_ids=codes.flatten(1), height=32,
@@ -699,21 +684,20 @@ def make_tiny_pipeline(seed=0, fit_steps=200):
         optimizer.step()
     return pipe
 
-# --- The command line ----------------------------------------------------------------------------
+# --- The command line ---
 def parse_args(argv=None):
     """-> Config. What is typed wins over the run that is resumed, or over TINY."""
-    fields = dataclasses.fields(Config)
-    source, _ = inspect.getsourcelines(Config)  # decorator, class, then a line for each field
-    manual = "".join(source[2:2 + len(fields)])
+    types = inspect.get_annotations(Config)
+    fields = re.findall(r"^    \w+: .*\n", inspect.getsource(Config), re.MULTILINE)
     parser = argparse.ArgumentParser(
         description="usage: python grpo.py [--group-size 4 ..]; each setting is a flag:\n"
-                    f"{manual}the toy has its own: {TINY}",
+                    f"{''.join(fields)}the toy has its own: {TINY}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--resume", dest="folder", help="of a run: go on with it")
-    for field in fields:
-        flags = f"--{field.name}", f"--{field.name}".replace("_", "-")
-        parser.add_argument(*flags, type=field.type, help=argparse.SUPPRESS)
+    parser.add_argument("--resume", dest="folder", metavar="RUN", help="go on with this run")
+    for name, kind in types.items():
+        flags = f"--{name}", f"--{name}".replace("_", "-")
+        parser.add_argument(*flags, type=kind, help=argparse.SUPPRESS)
     typed = vars(parser.parse_args(argv))
     if "folder" in typed:
         return Config.from_run(**typed)
@@ -725,20 +709,21 @@ def main(argv=None):
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("gloo")  # NCCL would hang if one dies
-    try:  # all that can be wrong is found before a model is loaded
+        torch.distributed.init_process_group("gloo")  # unlike NCCL it notices if one dies
+    try:  # all that can fail before a model is loaded
         config = parse_args(argv)
         prompts, targets = load_prompts(config.prompts)
         rewards = load_rewards(config.reward)
         blank = [Image.new("RGB", (32, 32))] * len(prompts)
         for name in rewards.keys() & REWARDS.keys():
-            REWARDS[name](blank, prompts, targets)  # do these have what the reward needs?
+            REWARDS[name](blank, prompts, targets)  # raises if they do not suit
         if config.model != "tiny":
-            diffusers.GlmImagePipeline.load_config(config.model)  # is there such a model?
-        if holds_run(config.out) and len(read_checkpoint(config.out)["history"]) >= config.steps:
-            raise ValueError(f"--resume {config.out}: its steps are done; ask for more --steps")
-        if config.adapter and not holds_run(config.out):
-            rank = json.loads(Path(config.adapter, "adapter_config.json").read_text())["r"]
+            diffusers.GlmImagePipeline.load_config(config.model)  # raises if there is none
+        resumed = holds_run(config.out)
+        if resumed and len(read_checkpoint(config.out)["history"]) >= config.steps:
+            raise ValueError(f"--resume {config.out}: its steps are done; raise --steps")
+        if config.adapter and not resumed:
+            rank = json.loads(Path(config.adapter, "adapter_config.json").read_text()).get("r")
             if rank != config.lora_rank:
                 raise ValueError(f"--adapter {config.adapter}: has --lora_rank {rank}")
         if RANK == 0:
