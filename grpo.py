@@ -50,8 +50,8 @@ class Config:
     lora_rank: int = 32  # rank of the adapters
     width: int = 512  # pixels, a multiple of 32
     height: int = 512  # pixels, a multiple of 32
-    temperature: float = None  # of the policy; None: the model's own
-    top_p: float = None  # of the likeliest codes, as many as have this share; None: the model's own
+    temperature: float = None  # of the policy; None: the model's
+    top_p: float = None  # nucleus sampling: the fewest codes of this mass; None: the model's
     decode_steps: int = 20  # denoising steps
     guidance: float = 1.5  # classifier-free guidance of the DiT; 1 is off
     offload: str = "auto"  # on: one half on the GPU at a time; off; auto: on below 60 GiB
@@ -77,18 +77,18 @@ class Config:
         if self.offload not in ("auto", "on", "off"):
             raise ValueError(f"--offload {self.offload}: must be auto, on or off")
         self.out = self.out or time.strftime("runs/%Y%m%d-%H%M%S")
-        if holds_run(self.out):  # there is a checkpoint.pt
+        if holds_run(self.out):  # checkpoint.pt
             raise ValueError(f"--out {self.out} exists: name another or --resume it")
 
     @classmethod
     def from_run(cls, folder, **changes):
-        """The settings of a run, with these changes. A trainer goes on with it."""
+        """The settings of a run, with these changes. A trainer with them continues it."""
         saved = read_checkpoint(folder)["config"]
         for name in ("model", "seed", "lora_rank", "adapter", "out"):
             if name in changes and changes[name] != saved.get(name):
                 raise ValueError(f"--{name}: the run keeps {saved.get(name)}")
         config = cls(**saved | changes | dict(out=None))
-        config.out = str(folder)  # set afterwards, as Config refuses a folder with a run
+        config.out = str(folder)  # set late, as Config refuses a folder with a run
         return config
 
 # --- The maths: pure functions of tensors ---
@@ -107,7 +107,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
         ratio = exp(new - old), clipped to 1 - clip_range .. 1 + clip_range
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1    Schulman's estimate of KL(new, ref)
-    k3 expects samples of `new`. Those of a rollout are that in its first update only.
+    k3 expects samples of `new`. In later updates of a rollout they are older: it is biased.
     Log-probs are [N, T], or [N] (an action each), advantages [N]. Only new_logprobs get a gradient.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
@@ -150,7 +150,7 @@ def sample_codes(logprobs, uniform):
 
 # --- The trainer: the loop, then what a turn of it consists of ---
 class GRPOTrainer:
-    """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}; targets: images."""
+    """GRPO on `wrapper.policy`. rewards: {name: (function, weight)}; targets: images to imitate."""
     def __init__(self, config, wrapper, prompts, rewards=None, targets=None):
         self.config = config
         self.wrapper = wrapper
@@ -162,7 +162,7 @@ class GRPOTrainer:
         torch.manual_seed(config.seed)  # equal adapters on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
-        if holds_run(config.out):  # resumed
+        if holds_run(config.out):  # it is resumed
             self.load_checkpoint()
         elif config.adapter:
             self.lora.load(config.adapter)
@@ -206,7 +206,7 @@ class GRPOTrainer:
         batches = list(split_rollout(rollout, config.micro_batch_size))
         if config.kl_coef > 0:
             self.add_ref_logprobs(batches)
-        self.optimizer.zero_grad()  # left by an interrupted update
+        self.optimizer.zero_grad()  # of an interrupted update
         rows = []
         updates = []
         for _ in range(config.num_iterations):
@@ -258,7 +258,7 @@ class GRPOTrainer:
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
         lines = [json.dumps(row) + "\n" for row in self.history]
-        (self.out / "metrics.jsonl").write_text("".join(lines))  # mends a torn line
+        (self.out / "metrics.jsonl").write_text("".join(lines))  # whole, as a kill may tear a line
         self.save_checkpoint()
         keys = "step reward reward_std loss kl entropy grad_norm sampler_gap_max".split()
         print(*[f"{key} {row[key]:<8.4g}" for key in keys if key in row], flush=True)
@@ -287,7 +287,7 @@ class GRPOTrainer:
             weight.data.copy_(state["adapter"][name])
 
 def split_rollout(rollout, size):
-    """{key: N values} -> micro-batches with the same keys, but for None."""
+    """{key: N values} -> micro-batches. A key whose value is None is left out."""
     for start in range(0, len(rollout["tokens"]), size):
         yield {key: values[start:start + size]
                for key, values in rollout.items() if values is not None}
@@ -347,7 +347,7 @@ REWARDS = {"color": reward_color, "mse": reward_mse}
 def load_rewards(text):
     """Text such as color=1,mine.py:sharp=.2 -> {name: (function, weight)}; no weight means 1."""
     rewards = {}
-    run_once = functools.cache(run_file)  # for a file with two rewards in it
+    run_once = functools.cache(run_file)  # for two rewards of a file
     for part in text.split(","):
         name, _, weight = part.strip().partition("=")
         file, _, wanted = name.rpartition(":")
@@ -361,7 +361,7 @@ def load_rewards(text):
         rewards[name] = function, weight
     return rewards
 
-def run_file(path):  # a bug in it is no bad input: `main` shows its traceback
+def run_file(path):  # `main` lets RuntimeErrors through: bugs are shown
     try:
         return runpy.run_path(path)
     except Exception as error:
@@ -404,7 +404,7 @@ class LoRA:
     in fp32: a bf16 weight of 0.02 plus an Adam step of 5e-5 is the same bf16 weight."""
     def __init__(self, model, targets, rank):
         if hasattr(model, "lora"):
-            model.lora.enabled = False  # an earlier LoRA has no effect any more
+            model.lora.enabled = False  # of an earlier trainer
         model.lora = self
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=targets)
         self.enabled = True
@@ -425,7 +425,7 @@ class LoRA:
 
     @contextlib.contextmanager
     def disabled(self):
-        """Inside `with lora.disabled():` the model is the reference, even if that fails."""
+        """Inside `with lora.disabled():` the model is the reference; errors end that, too."""
         self.enabled = False
         try:
             yield
@@ -449,9 +449,28 @@ class LoRA:
 #   3. A token's position is a triple (t, h, w), so that a code knows its row and column.
 #   4. The DiT wants each code four times, as 2 x 2: its patches have 16 x 16 pixels.
 #   5. Of the prompt the DiT reads only words in quotation marks, letter by letter (glyphs).
+def build_position_ids(attention_mask, grids):
+    """Positions (t, h, w): mask [B, L], (h, w) of grids -> [3, B, L + T]. In text t = h = w; a
+    grid holds t still, counts rows in h and columns in w; the next starts max(h, w) further on:
+              pad  prompt    1 x 2   2 x 2
+         t:   -1   0  1  2   3  3    5  5  5  5
+         h:   -1   0  1  2   3  3    5  5  6  6
+         w:   -1   0  1  2   3  4    5  6  5  6
+    The trap: `transformers` makes these in `generate` only. A plain forward pass takes the image
+    for a line of text, without any error, and every log-prob is wrong."""
+    parts = [(attention_mask.cumsum(1) - 1).expand(3, -1, -1)]  # text [3, B, L]
+    start = attention_mask.sum(1, keepdim=True)
+    for h, w in grids:
+        cell = torch.arange(h * w, device=start.device)  # row by row
+        row = start + cell // w  # [B, h * w]
+        column = start + cell % w
+        parts.append(torch.stack([start.expand_as(row), row, column]))
+        start = start + max(h, w)
+    return torch.cat(parts, 2)
+
 class Halves:
-    """`ar` samples and is trained, `dit` paints. With offloading only the half that works is on the
-    GPU, and the rest on the host. The vision tower, which reads pictures, always stays there."""
+    """`ar` samples and is trained, `dit` paints. With offloading they take turns on the GPU, and
+    wait on the host. The vision tower, which reads pictures, stays on the host."""
     def __init__(self, pipe, offload):
         model = pipe.vision_language_encoder
         self.ar = nn.ModuleList([model.model.language_model, model.lm_head])
@@ -459,11 +478,11 @@ class Halves:
         self.both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False).eval()
         self.offload = offload == "on" or (offload == "auto" and 0 < GPU_GIB < 60)
         self.both.to("cpu" if self.offload else DEVICE)
-        self.on_gpu = None  # ar or dit, if known
+        self.on_gpu = None  # ar or dit
 
     def move_to_gpu(self, half):
         if self.offload and half is not self.on_gpu:
-            self.on_gpu = None  # not known, if this is interrupted
+            self.on_gpu = None  # if this fails, the next call begins anew
             self.both.to("cpu")
             torch.cuda.empty_cache()  # or fragments may leave no room for this half
             half.to(DEVICE)
@@ -478,27 +497,56 @@ class GLMImageWrapper:
         self.pipe = pipe
         self.config = config
         self.halves = Halves(pipe, config.offload)
-        self.policy = pipe.vision_language_encoder  # the pipeline's name for the AR half
-        self.policy.activation_checkpointing_enable()  # for training mode
-        own = self.policy.generation_config  # of the model
+        self.policy = pipe.vision_language_encoder  # the AR half
+        self.policy.activation_checkpointing_enable()  # see `forward`
+        own = self.policy.generation_config  # for what is not typed
         self.temperature = config.temperature or own.temperature or 1.0
         self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or own.top_p or 1.0)
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
         pipe.set_progress_bar_config(disable=True)
         pipe.vae.enable_slicing()  # image by image: four at 1024 pixels take 28 GiB
+        # The DiT makes its rotary tables on the CPU, and each of its layers would fetch them.
         pipe.transformer.rope.register_forward_hook(move_tables)
 
     @classmethod
     def from_pretrained(cls, path, config):
         if path == "tiny":
-            torch.set_num_threads(1)  # two are slower
+            torch.set_num_threads(1)  # the toy is slower with two
             return cls(make_tiny_pipeline(config.seed), config)
         return cls(diffusers.GlmImagePipeline.from_pretrained(path, dtype=torch.bfloat16), config)
+
+    def encode(self, prompts):
+        """-> ids [B, L], position_ids [3, B, L + T], and bias [B, 1, L + T, L + T], which attention
+        adds to its scores: 0 where token i (row) may see token j (column), else -inf."""
+        texts = [dict(type="text", text=prompt) for prompt in prompts]
+        chats = [[dict(role="user", content=[text])] for text in texts]
+        inputs = self.pipe.processor.apply_chat_template(
+            chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
+                target_h=self.config.height, target_w=self.config.width,
+                padding=True, padding_side="left")).to(DEVICE)
+        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w), equal for all prompts
+        position_ids = build_position_ids(inputs.attention_mask, [draft, large])
+        real = position_ids[0] >= 0  # padding has -1
+        # Padding sees padding: the softmax of a row of -inf alone would be NaN.
+        alike = real[:, :, None] == real[:, None]
+        bias = alike.tril()[:, None].to(self.policy.dtype).log()  # True -> 0, False -> -inf
+        return inputs.input_ids, position_ids, bias
+
+    def forward(self, ids, position_ids, bias, cache=None):
+        """ids [B, n] -> logits / temperature [B, n, V]. `policy` would make its own positions."""
+        language_model, lm_head = self.halves.ar
+        # In training mode activations are computed again, which saves memory.
+        language_model.train(torch.is_grad_enabled())
+        hidden = language_model(
+            input_ids=ids, position_ids=position_ids, attention_mask=bias, past_key_values=cache,
+            use_cache=False).last_hidden_state  # False: no cache but the given one
+        codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
+        return lm_head(hidden)[..., :codebook_size].float() / self.temperature
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed for each -> tokens, logprobs [N, T], nuclei [N, T, V], bool.
-        All N are drawn at once: --batch-size and --group-size bound the memory."""
+        All N are drawn at once, so memory grows with --batch-size and --group-size."""
         self.halves.move_to_gpu(self.halves.ar)
         ids, position_ids, bias = self.encode(np.repeat(prompts, group_size).tolist())
         L = ids.shape[1]
@@ -506,9 +554,9 @@ class GLMImageWrapper:
         rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniform = torch.cat([torch.rand(group_size, T, generator=rng) for rng in rngs]).to(DEVICE)
         cache = transformers.StaticCache(self.policy.config.text_config, L + T)
-        # First all prompts are fed, then code after code; the cache keeps what was fed.
+        # First all prompts are fed, then code after code; the cache keeps all.
         fed = ids
-        columns = slice(0, L)  # of the L + T
+        columns = slice(0, L)
         steps = []
         for i in progress(range(T), "sample"):
             logits = self.forward(fed, position_ids[..., columns], bias[:, :, columns], cache)
@@ -516,7 +564,7 @@ class GLMImageWrapper:
             all_logprobs = compute_policy_logprobs(logits[:, -1], nucleus)  # [N, V]
             codes = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
             logprobs = all_logprobs.gather(1, codes)
-            steps.append((codes, logprobs, nucleus[:, None].cpu()))  # large: on the host
+            steps.append((codes, logprobs, nucleus[:, None].cpu()))  # nuclei are large
             fed = codes
             columns = slice(L + i, L + i + 1)
         return [torch.cat(parts, 1) for parts in zip(*steps)]  # tokens, logprobs, nuclei
@@ -528,7 +576,7 @@ class GLMImageWrapper:
         ids, position_ids, bias = self.encode(prompts)
         tokens = tokens.to(DEVICE)
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, bias)
-        self.halves.ar.eval()  # the stock pipeline has no cache in training mode
+        self.halves.ar.eval()  # for `generate`: training mode has no cache
         logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: of each code, one place before
         all_logprobs = compute_policy_logprobs(logits, nuclei)
         entropy = torch.distributions.Categorical(logits=all_logprobs.detach()).entropy()
@@ -550,7 +598,7 @@ class GLMImageWrapper:
         for prompt, group, seed in progress(groups, "decode"):
             for part in group.split(config.micro_batch_size):
                 noise = [torch.Generator().manual_seed(seed) for _ in part]  # the same for all
-                images += self.pipe(  # as codes are given, without its AR half
+                images += self.pipe(  # given codes, it skips its AR half
                     [prompt] * len(part), prior_token_ids=part, generator=noise,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
                     num_inference_steps=config.decode_steps).images
@@ -563,61 +611,13 @@ class GLMImageWrapper:
         images = self.decode(prompts, tokens, seeds)
         return dict(images=images, tokens=tokens, logprobs=logprobs, nuclei=nuclei)
 
-    def encode(self, prompts):
-        """-> ids [B, L], position_ids [3, B, L + T], and bias [B, 1, L + T, L + T], which attention
-        adds to its scores: 0 where token i (row) may see token j (column), else -inf."""
-        texts = [dict(type="text", text=prompt) for prompt in prompts]
-        chats = [[dict(role="user", content=[text])] for text in texts]
-        inputs = self.pipe.processor.apply_chat_template(
-            chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
-                target_h=self.config.height, target_w=self.config.width,
-                padding=True, padding_side="left")).to(DEVICE)
-        large, draft = inputs.image_grid_thw[:2, 1:].tolist()  # (h, w), equal for all
-        position_ids = build_position_ids(inputs.attention_mask, [draft, large])
-        real = position_ids[0] >= 0  # padding has -1
-        # Padding sees padding: the softmax of a row of -inf alone would be NaN.
-        alike = real[:, :, None] == real[:, None]
-        bias = alike.tril()[:, None].to(self.policy.dtype).log()  # True -> 0, False -> -inf
-        return inputs.input_ids, position_ids, bias
-
-    def forward(self, ids, position_ids, bias, cache=None):
-        """ids [B, n] -> logits / temperature [B, n, V]. `policy` makes wrong positions."""
-        language_model, lm_head = self.halves.ar
-        # In training mode activations are computed again, which saves memory.
-        language_model.train(torch.is_grad_enabled())
-        hidden = language_model(
-            input_ids=ids, position_ids=position_ids, attention_mask=bias, past_key_values=cache,
-            use_cache=False).last_hidden_state  # yet fills a given cache
-        codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
-        return lm_head(hidden)[..., :codebook_size].float() / self.temperature
-
-def build_position_ids(attention_mask, grids):
-    """Positions (t, h, w): mask [B, L], (h, w) of grids -> [3, B, L + T]. In text t = h = w; a
-    grid holds t still, counts rows in h and columns in w; the next starts max(h, w) further on:
-              pad  prompt    1 x 2   2 x 2
-         t:   -1   0  1  2   3  3    5  5  5  5
-         h:   -1   0  1  2   3  3    5  5  6  6
-         w:   -1   0  1  2   3  4    5  6  5  6
-    The trap: `transformers` makes these in `generate` only. A plain forward pass takes the image
-    for a line of text, without any error, and every log-prob is wrong."""
-    parts = [(attention_mask.cumsum(1) - 1).expand(3, -1, -1)]  # the text [3, B, L]
-    start = attention_mask.sum(1, keepdim=True)
-    for h, w in grids:
-        cell = torch.arange(h * w, device=start.device)  # row by row
-        row = start + cell // w  # [B, h * w]
-        column = start + cell % w
-        parts.append(torch.stack([start.expand_as(row), row, column]))
-        start = start + max(h, w)
-    return torch.cat(parts, 2)
-
-def move_tables(rope, inputs, tables):
-    """Made on the CPU, the DiT's rotary tables would be fetched by each of its layers."""
+def move_tables(rope, inputs, tables):  # a hook
     return [table.to(DEVICE) for table in tables]
 
 # --- The toy: the real classes with 0.7 M weights, fitted in seconds ---
 # It cheats three times, so that a laptop sees it learn. Its vocabulary and its codes are the same
 # words, the COLORS. Its painter is fitted beforehand, to paint a code as a square of its colour.
-# Its policy is fitted, too: 40 % of its tokens are the prompt's colour, and the others are any.
+# Its policy is fitted, too: it sets 40 % of its tokens to the prompt's colour, the others to any.
 TINY = dict(model="tiny", steps=40, micro_batch_size=16, lr=2e-3, lora_rank=16, width=128,
             height=128, decode_steps=1, guidance=1.0, offload="off")
 
@@ -631,12 +631,12 @@ def make_tiny_models(words=COLORS):
     tokenizer = transformers.BertTokenizer(
         ids, model_input_names=["input_ids", "attention_mask"], **marks)
     processor = transformers.GlmImageProcessor(
-        transformers.GlmImageImageProcessorPil(), tokenizer, "{{ messages[0].content[0].text }}")
+        transformers.GlmImageImageProcessorPil(), tokenizer,
+        chat_template="{{ messages[0].content[0].text }}")
 
     def choose_grids(height, width):  # -> rows, columns of the large grid, then of the draft
         return height // 32, width // 32, 2, 2
-    # A private method; but the library's draft of 16 x 16 would be mostly noise.
-    processor._get_target_shape = choose_grids
+    processor._get_target_shape = choose_grids  # private; a draft of 16 x 16 is mostly noise
     ar = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
         text_config=dict(
             vocab_size=len(tokenizer), vision_vocab_size=2 * V, initializer_range=0.1,
@@ -663,7 +663,7 @@ def make_tiny_pipeline(seed=0, fit_steps=200):
     pipe = make_tiny_models()
     config = Config(**TINY, batch_size=WORLD_SIZE)  # for any number of GPUs
     wrapper = GLMImageWrapper(pipe, config)
-    paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # private: it keeps the gradient
+    paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # private: without its no_grad
     V = len(COLORS)
     palette = 2 * torch.stack(list(COLORS.values())).to(DEVICE) - 1  # [V, 3]
     prompts = [f"a {name} thing" for name in COLORS]
@@ -673,7 +673,7 @@ def make_tiny_pipeline(seed=0, fit_steps=200):
         drawn = torch.randint(V, (V, 20))  # the policy: a draft of 4, a large grid of 16
         tokens = torch.where(torch.rand(drawn.shape) < 0.4, named_code, drawn)
         logprobs, _ = wrapper.compute_logprobs(prompts, tokens, None)
-        codes = torch.randint(V, (V, 2, 2)).to(DEVICE)  # the painter: 4 squares
+        codes = torch.randint(V, (V, 2, 2)).to(DEVICE)  # the painter: one code a patch
         squares = F.interpolate(palette[codes].movedim(3, 1), 32)  # [V, 3, 32, 32]
         glyphs = torch.randn(V, 1, 8).to(DEVICE)  # random, to be ignored
         latents = paint(pipe, prompt_embeds=glyphs, prior_token_ids=codes.flatten(1), height=32,
@@ -694,13 +694,13 @@ def parse_args(argv=None):
                     f"{''.join(fields)}the toy has its own: {TINY}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--resume", dest="folder", metavar="RUN", help="go on with this run")
+    parser.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
     for name, kind in types.items():
         flags = f"--{name}", f"--{name}".replace("_", "-")
         parser.add_argument(*flags, type=kind, help=argparse.SUPPRESS)
     typed = vars(parser.parse_args(argv))
-    if "folder" in typed:
-        return Config.from_run(**typed)
+    if "resume" in typed:
+        return Config.from_run(typed.pop("resume"), **typed)
     if typed.get("model", Config.model) == "tiny":
         typed = TINY | typed
     return Config(**typed)
@@ -709,14 +709,14 @@ def main(argv=None):
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("gloo")  # unlike NCCL it notices if one dies
+        torch.distributed.init_process_group("gloo")  # NCCL would not notice a dead process
     try:  # all that can fail before a model is loaded
         config = parse_args(argv)
         prompts, targets = load_prompts(config.prompts)
         rewards = load_rewards(config.reward)
         blank = [Image.new("RGB", (32, 32))] * len(prompts)
         for name in rewards.keys() & REWARDS.keys():
-            REWARDS[name](blank, prompts, targets)  # raises if they do not suit
+            REWARDS[name](blank, prompts, targets)  # raises if something is missing
         if config.model != "tiny":
             diffusers.GlmImagePipeline.load_config(config.model)  # raises if there is none
         resumed = holds_run(config.out)
