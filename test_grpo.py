@@ -5,10 +5,10 @@ They stand in the order of grpo.py. While you change something, run what looks a
     files, adapters     pytest -q -k "written or resume or cell or picture or lora or adapters or kill or gpu"
     rewards, prompts    pytest -q -k "reward or pictures or prompts"
     sampling, painting  pytest -q -k "position or sampl or chance or paint or half or halves or card or toy"
-    the command line    pytest -q -k "command or config or bad or bug or ctrl_c or kill or help or wrapper"
+    the command line    pytest -q -k "command or config or bad or bug or failure or kill or help or wrapper"
 """
-import copy, dataclasses, functools, inspect, json, math, multiprocessing, os, random, re, signal
-import socket, subprocess, sys, threading
+import contextlib, copy, dataclasses, functools, inspect, json, math, multiprocessing, os, random, re
+import runpy, shutil, signal, socket, subprocess, sys, threading, traceback
 from pathlib import Path
 from unittest import mock
 
@@ -27,21 +27,21 @@ torch.set_num_threads(1)  # two would wait for each other, busily, where the mac
 HERE = Path(__file__).parent
 PROMPTS = ["a red fox on a wall", "yellow"]  # of different length, so that one of them is padded
 WRAPPER = grpo.GLMImageWrapper
-QUICK = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)  # the toy with random weights
+QUICK = functools.partial(grpo.make_tiny_pipeline, fit_steps=0)  # the toy with random weights
 
 # --- What the tests are made of -----------------------------------------------------------------------------
 def make_config(**settings):
     """64 wide and 128 high, which is not square, and a temperature that is not 1."""
-    settings = dict(width=64, height=128, temperature=0.9, batch_size=2, steps=4) | settings
-    return grpo.Config(**grpo.TINY | dict(micro_batch_size=4) | settings)
+    own = dict(width=64, height=128, temperature=0.9, batch_size=2, steps=4, micro_batch_size=4)
+    return grpo.Config(**grpo.TINY | own | settings)
 
-def make_wrapper(dtype=torch.float32, **settings):
+def make_wrapper(dtype=torch.float32, config=None, **settings):
     """A fresh toy of random weights. Its draft has 2 x 1 tokens: in a square, rows could pass for columns."""
     pipe = QUICK(0)
     pipe.vision_language_encoder.to(dtype)
     pipe.processor._get_target_shape = lambda height, width: (
         height // 32, width // 32, height // 64, width // 64)
-    return WRAPPER(pipe, make_config(**settings))
+    return WRAPPER(pipe, config or make_config(**settings))
 
 def make_adapted(dtype=torch.float32, **settings):
     """A fresh toy and adapters that do something."""
@@ -56,35 +56,25 @@ def perturb(lora):
         weight.data.add_(0.1 * torch.randn_like(weight))
     return lora
 
-def make_trainer(out, **settings):
-    """A trainer of the random toy: 2 prompts x 4 images, five steps; `train` is the first to write."""
-    wrapper = make_wrapper(**dict(out=str(out), temperature=None, steps=5, save_every=2) | settings)
+def make_trainer(folder, rewards=None, **settings):
+    """A trainer of the random toy: 2 prompts x 4 images, five steps; or of the run that is in the folder."""
+    config = grpo.Config.from_run(folder, **settings) if grpo.holds_run(folder) else make_config(
+        **dict(out=str(folder), temperature=None, steps=5, save_every=2) | settings)
     prompts = ["a red fox", "some yellow thing here", "green"]
     targets = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
-    return grpo.GRPOTrainer(wrapper.config, wrapper, prompts, targets=targets)
+    return grpo.GRPOTrainer(config, make_wrapper(config=config), prompts, rewards, targets)
 
 def make_rollout(trainer, step=1):
     """What `train` hands to `train_step`."""
     rollout, _ = trainer.rollout(step)
-    rollout["advantages"] = grpo.compute_advantages(
-        rollout["rewards"], trainer.config.group_size, trainer.config.scale_rewards)
+    rollout["advantages"] = grpo.compute_advantages(rollout["rewards"], trainer.config.group_size)
     return rollout
 
 @pytest.fixture(scope="session")
-def wrapper():
-    return make_wrapper()
-
-@pytest.fixture(scope="session")
-def sampled(wrapper):
+def sampled():
     """Two groups of three samples: prompts of the six rows, tokens, log-probs."""
-    tokens, logprobs, _ = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    tokens, logprobs, _ = make_wrapper().sample(PROMPTS, 3, seeds=[1, 2])
     return [p for p in PROMPTS for _ in range(3)], tokens, logprobs
-
-def score(wrapper, sampled):
-    """Log-probs of the trainer's pass, without a gradient."""
-    prompts, tokens, _ = sampled
-    with torch.no_grad():
-        return wrapper.compute_logprobs(prompts, tokens, None)[0]
 
 def tensors_of(*modules):
     """Parameters and buffers."""
@@ -98,10 +88,6 @@ def blank(n):
     """Images, prompts and targets for rewards that do not look at them."""
     return [Image.new("RGB", (8, 8)) for _ in range(n)], [f"prompt {i}" for i in range(n)], [None] * n
 
-def reward_of(values):
-    """A reward of these values."""
-    return lambda images, prompts, targets: values
-
 def step_of(out):
     """The step that a checkpoint holds."""
     return len(torch.load(out / "checkpoint.pt", weights_only=True)["history"])
@@ -112,39 +98,48 @@ def rows_of(out):
     return [{key: row[key] for key in row if key != "seconds"} for row in rows]
 
 # --- Settings -----------------------------------------------------------------------------------------------
-def test_config_refuses_what_does_not_fit_the_run(finished):
-    """A notebook that asked for another rank got a mixture of two runs, without a word."""
-    for other in (dict(lora_rank=2), dict(seed=1), dict(model="other")):
-        with pytest.raises(ValueError, match="--resume"):
-            make_config(resume=str(finished), **other)
-    with mock.patch.object(grpo, "WORLD_SIZE", 2), pytest.raises(ValueError, match="--batch_size"):
-        make_config(batch_size=3)
+def test_whole_numbers_are_welcome_where_fractions_are_meant():
+    """In a notebook kl_coef=0 was taken for a count: "must be from 1"."""
+    whole = dict(kl_coef=0, lr=0, clip_range=0, guidance=0, temperature=1, top_p=1, max_grad_norm=1)
+    assert whole.items() <= vars(make_config(**whole)).items()
+    with mock.patch.object(grpo, "WORLD_SIZE", 2), pytest.raises(ValueError, match="batch_size .* of 2"):
+        make_config(batch_size=3)  # the answer was about width and height
+
+def test_which_gpu_is_looked_at(monkeypatch):
+    """The free memory is that of other programs too; and RANK counts over machines: LOCAL_RANK is the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(total_memory=64 * 2**30))
+    names = runpy.run_path(grpo.__file__)
+    assert (names["GPU_GIB"], names["Config"].model) == (64, "zai-org/GLM-Image")
+    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock(side_effect=InterruptedError))
+    with mock.patch.dict(os.environ, RANK="11", LOCAL_RANK="3"), pytest.raises(InterruptedError):
+        names["main"]()
+    torch.cuda.set_device.assert_called_once_with(3)
 
 # --- The maths ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("scale", ["group", "none"])
-def test_advantages_by_hand(scale):
+def test_advantages_by_hand():
     """The mean of six 0.3s is not 0.3 in floats: over a tiny std that was an advantage of 0.03, not of 0."""
-    groups = np.array([[1, 2, 3, 4, 10, 14], [7, 6, 5, -1, 0, 0], [0.3] * 6, [-7.7] * 6])
-    std = groups.std(axis=1, ddof=1, keepdims=True) + 1e-6 if scale == "group" else 1
-    by_hand = (groups - groups.mean(axis=1, keepdims=True)) / std
-    got = grpo.compute_advantages(groups.flatten().tolist(), 6, scale).view(4, 6)
+    groups = np.array([
+        [1, 2, 3, 4, 10, 14], [7, 6, 5, -1, 0, 0], [0, 0, 0, 0, 0, 1e-3], [0.3] * 6, [-7.7] * 6])
+    by_hand = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
+    got = grpo.compute_advantages(groups.flatten().tolist(), 6).view(5, 6)
     assert got.dtype == torch.float32
-    assert got[:2].tolist() == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in by_hand[:2]]
-    assert not got[2:].any()
-    with pytest.raises(ValueError, match="scale"):  # as other libraries spell it; it counted as "none"
-        grpo.compute_advantages([1, 2], 2, scale=True)
+    assert got[:3].tolist() == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in by_hand[:3]]
+    assert not got[3:].any()
+    with pytest.raises(ValueError, match="group of one"):  # its std is NaN
+        grpo.compute_advantages([1, 2], 1)
 
-@pytest.mark.parametrize("ratio, advantage, high, surrogate, moves", [
+@pytest.mark.parametrize("ratio, advantage, clip_range, surrogate, moves", [
     (1.5, 1.0, 0.2, 1.2, False),  # better and already much likelier: clipped, no gradient
     (1.5, -1.0, 0.2, -1.5, True),  # worse but much likelier: the full push back
     (0.5, 1.0, 0.2, 0.5, True),  # better but much rarer: the full pull
     (0.5, -1.0, 0.2, -0.8, False),  # worse and already much rarer: clipped, no gradient
-    (1.3, 1.0, 0.4, 1.3, True), (1.5, 1.0, 0.4, 1.4, False), (0.7, -1.0, 0.4, -0.8, False),
-    (1.3, 1.0, 0.0, 1.0, False)])  # 0 is a bound too
-def test_the_clip_by_hand(ratio, advantage, high, surrogate, moves):
+    (1.15, 1.0, 0.1, 1.1, False), (0.85, -1.0, 0.1, -0.9, False),  # 0.1 alone clipped at .9 and 1.2
+    (1.3, 1.0, 0.4, 1.3, True), (0.7, -1.0, 0.4, -0.7, True), (1.3, 1.0, 0, 1.0, False)])  # 0 is a bound too
+def test_the_clip_by_hand(ratio, advantage, clip_range, surrogate, moves):
     """Guards the min: with max, or with the clip alone, two of the first four are wrong."""
     new = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1), torch.tensor([advantage]), 0.2, high)
+    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1), torch.tensor([advantage]), clip_range)
     loss.backward()
     assert new.grad.any() == moves
     expected = dict(loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, ratio_max=ratio)
@@ -161,8 +156,7 @@ def test_the_ratio_is_of_a_token():
 @pytest.mark.parametrize("delta, kl", [
     (0.0, 0.0), (1.0, math.e - 2), (-2.0, math.exp(-2) + 1), (-1000.0, 999.0),
     (1e-5, 5e-11), (-1e-5, 5e-11),  # exp(delta) - delta - 1 rounds to 0, or to a thousand times as much
-    (1000.0, math.exp(20) - 21),  # clamped at 20: exp(1000) is inf, and so the loss of the whole batch
-])
+    (1000.0, math.exp(20) - 21)])  # clamped at 20: exp(1000) is inf, and so the loss of the whole batch
 def test_k3_by_hand_and_at_the_extremes(delta, kl):
     """Guards the sign of ref - new, in the value and in the gradient."""
     new = torch.zeros(1, requires_grad=True)
@@ -173,33 +167,33 @@ def test_k3_by_hand_and_at_the_extremes(delta, kl):
     assert metrics["loss"] == loss.item() == pytest.approx(0.5 * metrics["kl"])
     slope = 1 - math.exp(delta) if delta < 20 else 0
     assert new.grad.item() == pytest.approx(0.5 * slope, rel=0.01)
+    _, metrics = grpo.compute_grpo_loss(new, new, torch.ones(1), ref_logprobs=ref, kl_coef=0.5)
+    assert metrics["policy_loss"] == -1  # `loss += kl` put the KL into it
 
 def test_a_logprob_per_sequence_is_a_row_of_one_token():
     """Advantages must not be broadcast: [N, 1] or [N, T] once had a gradient of 1e-9 and looked fine."""
     torch.manual_seed(0)
-    new, old, ref = torch.randn(3, 4) / 9
+    new, old, ref = (torch.randn(3, 4) / 9).bfloat16().float()
     advantages = torch.randn(4)
     losses = []
-    for shape in (lambda x: x, lambda x: x[:, None], lambda x: x[:, None].expand(4, 4)):
-        loss, _ = grpo.compute_grpo_loss(
-            shape(new), shape(old), advantages, ref_logprobs=shape(ref), kl_coef=0.1)
+    for shape in (torch.Tensor.float, lambda x: x[:, None], lambda x: x[:, None].expand(4, 4),
+                  torch.Tensor.bfloat16):  # which the loss takes in fp32
+        loss, _ = grpo.compute_grpo_loss(shape(new), shape(old), advantages, 0.2, shape(ref), 0.1)
         losses.append(loss.item())
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
     for shape in ((4, 1), (4, 4), (3,), (5,), ()):
         with pytest.raises(ValueError, match="advantages"):
             grpo.compute_grpo_loss(new, old, torch.ones(shape))
 
 def test_gradient_at_the_old_policy_is_reinforce():
     """Why a loss of 0 still learns; and only `new` carries a gradient."""
-    new = torch.randn(6, 5, requires_grad=True)
-    ref = torch.randn(6, 5, requires_grad=True)
+    new, ref = torch.randn(2, 6, 5, requires_grad=True)
     advantages = grpo.compute_advantages(torch.rand(6), 3).requires_grad_()
     loss, _ = grpo.compute_grpo_loss(new, new, advantages, ref_logprobs=ref, kl_coef=0.0)
     ours, *others = torch.autograd.grad(loss, [new, ref, advantages], allow_unused=True)
     by_hand, = torch.autograd.grad(-(advantages[:, None] * new).mean(), new)
-    assert abs(loss.item()) < 1e-6
+    assert abs(loss.item()) < 1e-6 and others == [None, None]
     assert torch.allclose(ours, by_hand, atol=1e-7) and ours.abs().sum() > 0
-    assert others == [None, None]
 
 def test_no_chance_falls_out_of_the_nucleus():
     """Chance 0 would draw code 0; one next to 1 a code behind the last, as sums round (here by far)."""
@@ -208,9 +202,9 @@ def test_no_chance_falls_out_of_the_nucleus():
     assert grpo.sample_codes(probs.log(), chance).tolist() == [[1], [1], [2], [2], [2]]
 
 # --- The trainer: an update, a rollout, then what a run leaves and how it goes on ---------------------------
-def test_gradient_does_not_depend_on_the_micro_batch(tmp_path):
+def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, monkeypatch):
     """Each micro-batch averaged on its own, or the last one alone, would give another gradient, or log."""
-    trainer = make_trainer(tmp_path / "run", max_grad_norm=1e9, kl_coef=0.1, scale_rewards="none")
+    trainer = make_trainer(tmp_path / "run", max_grad_norm=1e9, kl_coef=0.1)
     perturb(trainer.lora)
     rollout = make_rollout(trainer)
     gradients = []
@@ -220,22 +214,26 @@ def test_gradient_does_not_depend_on_the_micro_batch(tmp_path):
     for size in (1, 3, 8):
         trainer.config.micro_batch_size = size
         assert trainer.train_step(rollout) == pytest.approx(whole, rel=1e-4, abs=1e-5)
-        assert torch.allclose(gradients[0], gradients[-1], rtol=1e-4, atol=1e-6)
+    trainer.train_step(rollout | dict(nuclei=None))  # a wrapper of one's own may have none
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)  # the other GPU has the same share of the same gradient
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda gradient: gradient.mul_(2))
+    trainer.train_step(rollout)
+    for gradient in gradients:
+        assert torch.allclose(gradient, gradients[0], rtol=1e-4, atol=1e-6)
 
 def test_gradient_with_recomputed_activations_is_the_same(sampled):
     """Recomputed they are, or GLM-Image needs another card; and eval mode is back, for the stock pipeline."""
     gradients = []
     for calls in (2, 1):
         wrapper, lora = make_adapted()
-        model = wrapper.policy.model.language_model
         if calls == 1:
             wrapper.policy.activation_checkpointing_disable()
-        passes = []
-        model.layers[0].mlp.register_forward_hook(lambda *_: passes.append(1))
+        passes = mock.Mock(return_value=None)
+        wrapper.policy.model.language_model.layers[0].mlp.register_forward_hook(passes)
         logprobs, _ = wrapper.compute_logprobs(*sampled[:2], None)
-        assert not any(module.training for module in model.modules())
+        assert not any(module.training for module in wrapper.halves.ar.modules())
         logprobs.square().mean().backward()
-        assert len(passes) == calls
+        assert passes.call_count == calls
         gradients.append(torch.cat([weight.grad.flatten() for weight in lora.weights.values()]))
     assert gradients[0].any() and torch.equal(*gradients)
 
@@ -246,8 +244,7 @@ def test_ratio_is_one_until_the_first_update(tmp_path, top_p):
     rollout = make_rollout(trainer)
     assert rollout["nuclei"].all() == (top_p is None)
     once = trainer.train_step(rollout)
-    assert once["ratio_max"] == once["ratio_mean"] == 1
-    assert once["kl"] == once["clip_frac"] == 0
+    assert once["ratio_max"] == once["ratio_mean"] == 1 and once["kl"] == once["clip_frac"] == 0
     trainer.config.num_iterations = 2
     twice = trainer.train_step(make_rollout(trainer, step=2))
     assert twice["ratio_max"] > 1.001 and 0 < twice["kl"] < 100
@@ -259,65 +256,78 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, pa
     trainer = make_trainer(tmp_path / "run", kl_coef=kl_coef)
     perturb(trainer.lora)
     rollout = make_rollout(trainer)
-    compute_logprobs = trainer.wrapper.compute_logprobs
+    original = trainer.wrapper.compute_logprobs
     with trainer.lora.disabled(), torch.no_grad():
-        reference, _ = compute_logprobs(rollout["prompts"], rollout["tokens"], None)
+        reference, _ = original(rollout["prompts"], rollout["tokens"], None)
     delta = reference - rollout["logprobs"]
     kl = (delta.exp() - delta - 1).mean().item()
-    with mock.patch.object(trainer.wrapper, "compute_logprobs", side_effect=compute_logprobs) as spy:
-        metrics = trainer.train_step(rollout)
+    spy = trainer.wrapper.compute_logprobs = mock.Mock(side_effect=original)
+    metrics = trainer.train_step(rollout)
     assert spy.call_count == passes and kl > 1e-3
     assert metrics.get("kl") == (pytest.approx(kl, rel=1e-3) if kl_coef else None)
 
 def test_an_interrupted_update_leaves_nothing_behind(tmp_path):
-    """A notebook went on with the adapters off, or added the next gradients to those that were left."""
+    """A notebook went on with adapters off, old gradients, or in training mode, where no cache is kept."""
     trainer = make_trainer(tmp_path / "run", max_grad_norm=1e9)
     rollout = make_rollout(trainer)
     gradients = []
     trainer.optimizer.step = lambda: gradients.append(gradient_of(trainer))
     trainer.train_step(rollout)
-    with mock.patch.object(trainer.wrapper, "compute_logprobs", side_effect=KeyboardInterrupt):
+    for passes in ([], [None] * 3):  # in the first of the reference, in the second of the update
+        interrupt = mock.Mock(side_effect=passes + [KeyboardInterrupt])
+        hook = trainer.wrapper.policy.model.language_model.norm.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            trainer.train_step(rollout)  # in the reference pass
-    assert trainer.lora.enabled
-    for weight in trainer.lora.weights.values():
-        weight.grad = torch.ones_like(weight)
-    trainer.train_step(rollout)
-    assert torch.equal(*gradients)
+            trainer.train_step(rollout)
+        hook.remove()
+        again = make_rollout(trainer)
+        assert torch.equal(again["tokens"], rollout["tokens"]) and trainer.lora.enabled
+        trainer.train_step(again)
+        assert torch.equal(gradients[0], gradients[-1])
 
-def test_an_update_whose_gradient_is_no_number_is_skipped_and_counted(tmp_path, capsys):
-    """One NaN would be in every weight and in Adam's moments for ever."""
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_update_whose_gradient_is_not_finite_is_left_out(tmp_path, bad):
+    """It would be in every weight and in Adam's moments for ever; the norm in the log tells."""
     trainer = make_trainer(tmp_path / "run", kl_coef=0.0)
     weights = trainer.lora.weights
     rollout = make_rollout(trainer)
-    assert trainer.train_step(rollout)["skipped"] == 0
+    trainer.train_step(rollout)
     before = copy.deepcopy([weights, trainer.optimizer.state_dict()["state"]])
-    metrics = trainer.train_step(rollout | dict(advantages=rollout["advantages"] * math.nan))
-    assert metrics["skipped"] == 1 and math.isnan(metrics["grad_norm"])
-    trainer.out.mkdir()
-    trainer.log(1, metrics)
-    assert "skipped 1" in capsys.readouterr().out
+    hook = list(weights.values())[-1].register_hook(lambda gradient: gradient + bad)
+    assert not math.isfinite(trainer.train_step(rollout)["grad_norm"])
     torch.testing.assert_close([weights, trainer.optimizer.state_dict()["state"]], before, rtol=0, atol=0)
-    assert trainer.train_step(rollout)["skipped"] == 0
+    hook.remove()
+    trainer.train_step(rollout)
     assert all(not torch.equal(weight, before[0][name]) for name, weight in weights.items())
 
-def test_settings_reach_the_update(tmp_path):
-    """A flag that is parsed and then forgotten looks like a flag that does not help."""
-    settings = dict(clip_range=0.3, clip_range_high=0.4, kl_coef=0.5)
-    trainer = make_trainer(tmp_path / "run", steps=1, lr=0.003, lora_rank=2, num_iterations=3,
-                           max_grad_norm=1e-3, scale_rewards="none", **settings)
-    trainer.rewards = {"fake": (reward_of(range(8)), 1.0)}
-    norms = []
-    trainer.optimizer.register_step_pre_hook(lambda *_: norms.append(gradient_of(trainer).norm().item()))
-    with mock.patch.object(grpo, "compute_grpo_loss", wraps=grpo.compute_grpo_loss) as spy:
-        trainer.train()
-    assert spy.call_count == 3 * 2  # updates x micro-batches
-    for call in spy.call_args_list:
-        given = inspect.signature(grpo.compute_grpo_loss).bind(*call.args, **call.kwargs).arguments
-        assert given["advantages"].tolist() == [-1.5, -0.5, 0.5, 1.5]
+def test_settings_reach_the_update_and_the_log(tmp_path, monkeypatch):
+    """A flag that is forgotten looks like one that does not help; a row is of all passes, not of the last."""
+    settings = dict(clip_range=0.3, kl_coef=0.5)
+    rewards = {"fake": (lambda *_: rows.append(None) or range(8), 1.0)}
+    trainer = make_trainer(tmp_path / "run", rewards, steps=1, lr=0.003, lora_rank=2, num_iterations=3,
+                           max_grad_norm=1e-3, **settings)
+    norms, clipped, rows = [], [], []
+    original, clip = grpo.compute_grpo_loss, torch.nn.utils.clip_grad_norm_
+
+    def compute_grpo_loss(*args, **kwargs):
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        assert given["advantages"].tolist() == pytest.approx([-1.1619, -0.3873, 0.3873, 1.1619], rel=1e-3)
         assert {name: given[name] for name in settings} == settings
-    assert norms == pytest.approx([1e-3] * 3, rel=1e-2)
-    assert trainer.history[0]["grad_norm"] > 1e-2
+        loss, metrics = original(*args, **kwargs)
+        rows.append(dict(metrics))
+        return loss, metrics
+
+    monkeypatch.setattr(grpo, "time", mock.Mock(perf_counter=lambda: len(rows)))
+    monkeypatch.setattr(grpo, "compute_grpo_loss", compute_grpo_loss)
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda *args: norms.append(clip(*args)) or norms[-1])
+    trainer.optimizer.register_step_pre_hook(lambda *_: clipped.append(gradient_of(trainer).norm().item()))
+    trainer.train()
+    row, = trainer.history
+    assert row["seconds"] == len(rows) == 1 + 3 * 2  # a rollout, updates x micro-batches
+    assert row["loss"] == pytest.approx(np.mean([metrics["loss"] for metrics in rows[1:]]))
+    assert row["ratio_max"] == max(metrics["ratio_max"] for metrics in rows[1:]) > 1
+    assert row["grad_norm"] == pytest.approx(np.mean(norms)) and row["grad_norm"] > 1e-2
+    assert clipped == pytest.approx([1e-3] * 3, rel=1e-2)
     group, = trainer.optimizer.param_groups
     assert group["lr"] == 0.003 and group["weight_decay"] == 0
     for weight in trainer.lora.weights.values():
@@ -325,9 +335,8 @@ def test_settings_reach_the_update(tmp_path):
 
 def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     """A reward that reads the prompt must meet the image of that prompt: p0 p0 .. p1 p1 .. all the way."""
-    trainer = make_trainer(tmp_path / "run")
     spy = mock.Mock(return_value=torch.arange(8))
-    trainer.rewards = {"spy": (spy, 1.0)}
+    trainer = make_trainer(tmp_path / "run", {"spy": (spy, 1.0)})
     with mock.patch.object(trainer.wrapper, "decode", wraps=trainer.wrapper.decode) as decode:
         rollout, _ = trainer.rollout(4)  # of prompts that do not stand in the order of the file
     images, prompts, targets = spy.call_args.args
@@ -337,40 +346,38 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     assert rollout["rewards"].tolist() == list(range(8))
     with torch.no_grad():
         again, _ = trainer.wrapper.compute_logprobs(prompts, rollout["tokens"], rollout["nuclei"])
-    assert (again - rollout["logprobs"]).abs().max() < 1e-5
-    assert decode.call_args.args[0] == prompts[::4]
+    assert (again - rollout["logprobs"]).abs().max() < 1e-5 and decode.call_args.args[0] == prompts[::4]
     assert images == rollout["images"] == trainer.wrapper.decode(*decode.call_args.args)
 
-def test_what_a_step_draws_depends_on_seed_and_step_alone(tmp_path):
-    """Else --resume, or another number of GPUs, would give another run."""
-    trainer = make_trainer(tmp_path / "run")
+def test_prompts_go_round_in_laps_that_follow_from_seed_and_step(tmp_path):
+    """Drawn at random, one came 2 to 14 times in 40 steps; and no state means none that --resume forgets."""
+    trainer = make_trainer(tmp_path / "run", {"none": (lambda images, *_: [0] * len(images), 0.0)})
     trainer.targets = trainer.prompts = list("abcdefgh")
-    trainer.rewards = {"none": (lambda images, *_: [0] * 6 * 4, 0.0)}
-    spy = trainer.wrapper.generate_with_tracking = mock.Mock(return_value=dict(images=blank(1)[0] * 24))
+    generate = trainer.wrapper.generate_with_tracking = mock.Mock()
 
     def draw(step, gpus=1, **settings):
         trainer.config = make_config(**dict(batch_size=6) | settings)
         turns = []
         for rank in range(gpus):
+            generate.return_value = dict(images=blank(4 * trainer.config.batch_size // gpus)[0])
             with mock.patch.multiple(grpo, RANK=rank, WORLD_SIZE=gpus):
                 trainer.rollout(step)
-            prompts, _, seeds = spy.call_args.args
-            turns += zip(prompts, seeds, strict=True)
-        return set(turns)
+            prompts, _, seeds = generate.call_args.args
+            turns += zip(seeds, prompts, strict=True)
+        return sorted(turns)
 
-    steps = [draw(step) for step in range(30)]
-    assert steps[4] == draw(4) == draw(4, gpus=2) == draw(4, gpus=3)
-    places = [{place for place, _ in turns} for turns in steps]
-    assert all(len(chosen) == 6 for chosen in places)  # none twice, where there are enough
-    assert set.union(*places) == set(trainer.prompts)
-    seeds = {seed for turns in steps for _, seed in turns}
-    assert len(seeds | {seed for step in range(30) for _, seed in draw(step, seed=1)}) == 2 * 30 * 6
-    assert len(draw(1, batch_size=20)) == 20
+    turns = [turn for step in range(1, 29) for turn in draw(step)]  # 168
+    assert turns[18:24] == draw(4) == draw(4, gpus=2) == draw(4, gpus=3)
+    assert turns[20:40] == draw(2, batch_size=20)  # also where there are fewer prompts
+    laps = ["".join(prompt for _, prompt in turns[i:i + 8]) for i in range(0, 168, 8)]
+    assert all(sorted(lap) == trainer.prompts for lap in laps) and len(set(laps)) == len(laps) == 21
+    assert laps[2] == "".join(np.random.default_rng([0, 2]).permutation(trainer.prompts))
+    others = [turn for step in range(1, 29) for turn in draw(step, seed=1)]
+    assert len({seed for seed, _ in turns + others}) == 2 * 168
 
 def test_metrics_by_hand(tmp_path):
     """Equal rewards, exact or not, have no spread; a wrong gap or entropy looks healthy for ever."""
-    trainer = make_trainer(tmp_path / "run")
-    trainer.rewards = {"a": (reward_of([0.3] * 4 + [1, 2, 3, 6]), 2.0)}
+    trainer = make_trainer(tmp_path / "run", {"a": (lambda *_: [0.3] * 4 + [1, 2, 3, 6], 2.0)})
     forward = trainer.wrapper.forward
     trainer.wrapper.forward = lambda *inputs: 0 * forward(*inputs)
     rollout, metrics = trainer.rollout(1)
@@ -382,18 +389,16 @@ def test_metrics_by_hand(tmp_path):
     assert metrics["sampler_gap_max"] == pytest.approx(0.1, rel=1e-3)
     assert metrics["entropy"] == pytest.approx(math.log(8))  # in nats: each of 8 codes is as likely
 
-def state_of(out):
-    """A checkpoint as text, bit for bit, without the name of the folder, and the rows of metrics.jsonl."""
-    state = torch.load(out / "checkpoint.pt", weights_only=True)
-    state["history"] = rows_of(out)
-    state["config"] |= dict(out=None, resume=None)
-    return json.dumps(state, default=torch.Tensor.tolist, sort_keys=True)
-
 def assert_same_run(one, other):
-    """Every file of two runs, but for seconds and the name of the folder."""
+    """Every file of two runs, bit for bit, but for seconds and for settings without an effect."""
     names = sorted(path.relative_to(one) for path in one.rglob("*.*"))
     assert names == sorted(path.relative_to(other) for path in other.rglob("*.*"))
-    assert state_of(one) == state_of(other)
+    states = []
+    for out in (one, other):
+        state = torch.load(out / "checkpoint.pt", weights_only=True)
+        state |= dict(history=rows_of(out), config=state["config"] | dict(out=None, offload=None))
+        states.append(json.dumps(state, default=torch.Tensor.tolist, sort_keys=True))
+    assert states[0] == states[1]
     for name in names:
         if name.name not in ("checkpoint.pt", "metrics.jsonl"):
             assert (one / name).read_bytes() == (other / name).read_bytes(), name
@@ -417,7 +422,6 @@ def finished(tmp_path_factory):
 def test_what_is_written_when(finished):
     """A row a step; pictures, and the adapter that drew them, at first, every --save-every and at the end."""
     assert [row["step"] for row in rows_of(finished)] == [1, 2, 3, 4, 5]
-    assert (finished / "metrics.jsonl").read_text().endswith("}\n")
     assert_files(finished, 0, 2, 4, 5)
     assert Image.open(finished / "samples_00002.png").size == (3 * 64, 128)
     for name, weight in torch.load(finished / "checkpoint.pt", weights_only=True)["adapter"].items():
@@ -426,57 +430,63 @@ def test_what_is_written_when(finished):
 
 def test_fixed_pictures_have_fixed_prompts_and_seeds(tmp_path):
     """What training draws in between must not show."""
-    trainer = make_trainer(tmp_path, width=64, height=64)
-    trainer.prompts = [f"a {name} thing" for name in grpo.COLORS] + ["a ninth"]
-    with mock.patch.object(trainer.wrapper, "sample", wraps=trainer.wrapper.sample) as spy:
-        trainer.save_samples(1)
-    assert spy.call_args.args == (trainer.prompts[:8], 1, range(8))
+    trainer = make_trainer(tmp_path)
+    trainer.prompts = list("abcdefghi")
+    generate = trainer.wrapper.generate_with_tracking = mock.Mock(return_value=dict(images=blank(8)[0]))
+    trainer.save_samples(1)
+    assert generate.call_args.args == (trainer.prompts[:8], 1, range(8))
 
 def test_resume_is_bit_for_bit(finished, tmp_path):
     """Also after a full disk; and the constructor loads the run, over which `train()` alone began anew."""
     out = tmp_path / "run"
     trainer = make_trainer(out)
-    effects = [mock.DEFAULT, OSError("the disk is full")]
-    with mock.patch.object(trainer.lora, "save", wraps=trainer.lora.save, side_effect=effects):
-        with pytest.raises(OSError, match="full"):
-            trainer.train()
-    assert step_of(out) == 1
-    (out / "metrics.jsonl").write_text('{"step": 2, "rew')  # torn
-    make_trainer(None, resume=str(out)).train()
-    assert_same_run(finished, out)
-    trainer = make_trainer(None, resume=str(out), lr=0.125)
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.125  # what is typed wins
-
-def test_a_cell_that_is_run_again_is_refused(finished):
-    """It overwrote the run of the day before; or the adapters of two trainers added up, the reference too."""
-    before = {path: path.read_bytes() for path in finished.rglob("*.*")}
-    trainer = make_trainer(finished, seed=1)
-    with pytest.raises(FileExistsError):
+    save = mock.Mock(wraps=trainer.lora.save, side_effect=[mock.DEFAULT, OSError("the disk is full")])
+    with mock.patch.object(trainer.lora, "save", save), pytest.raises(OSError, match="full"):
         trainer.train()
+    assert step_of(out) == 1 and rows_of(out) == rows_of(finished)[:1]
+    (out / "metrics.jsonl").write_text('{"step": 2, "rew')  # torn
+    make_trainer(out).train()
+    assert_same_run(finished, out)
+    assert make_trainer(out, lr=0.125).optimizer.param_groups[0]["lr"] == 0.125  # what is typed wins
+
+def test_a_cell_that_is_run_again_spoils_nothing(finished, tmp_path):
+    """It overwrote a run, or refused the folder of a failed one; or the adapters of two trainers added up."""
+    before = {path: path.read_bytes() for path in finished.rglob("*.*")}
+    with pytest.raises(ValueError, match="exists"):
+        make_config(out=str(finished))
+    make_trainer(finished).train()  # it is done
     assert {path: path.read_bytes() for path in finished.rglob("*.*")} == before
-    with pytest.raises(ValueError, match="adapters already"):
-        grpo.GRPOTrainer(trainer.config, trainer.wrapper, trainer.prompts)
+    trainer = make_trainer(tmp_path / "run", steps=1)
+    with mock.patch.object(trainer, "train_step", side_effect=KeyError), pytest.raises(KeyError):
+        trainer.train()
+    trainer.train()
+    other = make_trainer(tmp_path / "again", steps=1)
+    perturb(other.lora)
+    grpo.GRPOTrainer(other.config, other.wrapper, other.prompts).train()
+    assert rows_of(tmp_path / "again") == rows_of(tmp_path / "run")
 
 # --- Rewards ------------------------------------------------------------------------------------------------
-def test_pictures_survive_the_round_trip():
-    """Every 8-bit value, exactly: 0.999 * 255 truncated instead of rounded loses one."""
+def test_pictures_become_tensors():
+    """Every 8-bit value, exactly, in the right place; what is transparent has three channels too."""
     ramp = np.arange(256 * 6, dtype=np.uint8).reshape(2, 256, 3)
-    images = [Image.fromarray(ramp), Image.fromarray(ramp[::-1].copy())]
-    tensor = grpo.pil_to_tensor(images)
+    tensor = grpo.pil_to_tensor([Image.fromarray(ramp), Image.new("RGBA", (256, 2), "red")])
     assert tensor.shape == (2, 3, 2, 256) and tensor.min() == 0 and tensor.max() == 1
-    assert [i.tobytes() for i in grpo.tensor_to_pil(tensor)] == [i.tobytes() for i in images]
-    assert grpo.pil_to_tensor([Image.new("RGBA", (4, 2), "red")]).shape == (1, 3, 2, 4)
+    assert torch.equal((255 * tensor[0]).round().byte().movedim(0, 2), torch.tensor(ramp))
 
 @pytest.mark.parametrize("color, prompt, reward", [
     ("red", "A RED thing", 1), ("red", "a blue thing", 1 / 3), ("orange", "an orange one", 1),
     ("green", "a green wall of red bricks", 1),  # the first one counts
-    ("purple", "a tired, reddish purple", 1),  # words, not letters
-    ("white", "nothing named", 0)])
+    ("purple", "a tired, reddish purple", 1)])  # words, not letters
 def test_color_reward(color, prompt, reward):
     """The scale is linear in the mean of the picture, not in its best pixel."""
     image = Image.new("RGB", (4, 4), color)
     assert grpo.reward_color([image], [prompt])[0] == pytest.approx(reward)
     assert grpo.reward_color([Image.linear_gradient("L")], ["white"])[0] == pytest.approx(0.5)
+    image.paste("red", (0, 0, 4, 4))
+    image.paste("blue", (0, 0, 2, 4))  # half red, half blue: seen from afar, purple
+    assert grpo.reward_color([image], ["purple"])[0] > 0.99
+    with pytest.raises(ValueError, match="colour .*'a tired fox'"):  # it trained on zeros for hours
+        grpo.reward_color([image] * 2, ["red", "a tired fox"])
 
 def test_mse_reward():
     """Equal is 0, a fifth of white off is -1/25; a target of another size is resized."""
@@ -488,31 +498,24 @@ def test_mse_reward():
     (True, 2.0), np.array([1, 2], np.float16), torch.tensor([[1.0], [2.0]]), [torch.tensor(1.0), 2]])
 def test_rewards_take_any_sequence_of_numbers(values):
     """A column [N, 1] summed with an [N] once broadcast to [N, N], and was trained on as nonsense."""
-    rewards = {"a": (reward_of(values), 1.0), "b": (reward_of([10.0, 20.0]), -0.5)}
+    rewards = {"a": (lambda *_: values, 1.0), "b": (lambda *_: [10.0, 20.0], -0.5)}
     total, metrics = grpo.compute_rewards(*blank(2), rewards)
-    assert total.tolist() == [-4.0, -8.0]
-    assert metrics == {"reward/a": 1.5, "reward/b": 15.0, "reward": -6.0}
+    assert total.tolist() == [-4.0, -8.0] and metrics == {"reward/a": 1.5, "reward/b": 15.0, "reward": -6.0}
 
 @pytest.mark.parametrize("values", [[], [0.5], [0.5] * 3, [0.5, -math.inf], [math.nan, 1], [None, 1]])
 def test_a_reward_without_a_finite_number_for_each_image_is_named(values):
     """It would train silently on something else."""
-    rewards = {"fine": (reward_of([1, 2]), 1.0), "broken": (reward_of(values), 0.0)}
+    rewards = {"fine": (lambda *_: [1, 2], 1.0), "broken": (lambda *_: values, 0.0)}
     with pytest.raises(ValueError, match="broken"):
         grpo.compute_rewards(*blank(2), rewards)
 
 def test_each_reward_gets_its_own_pictures_and_no_graph():
     """What one paints over no other sees; and a CLIP that kept its graph would fill a GPU."""
-    def spoil(images, prompts, targets):
-        images[0].paste("red", (0, 0, 8, 8))
-        return [torch.is_grad_enabled()]
-
-    def red(images, prompts, targets):
-        return [images[0].getpixel((0, 0))[0]]
-
+    spoil = lambda images, *_: [images[0].paste("red", (0, 0, 8, 8)) or torch.is_grad_enabled()]
+    red = lambda images, *_: [images[0].getpixel((0, 0))[0]]
     images, prompts, targets = blank(1)
     _, metrics = grpo.compute_rewards(images, prompts, targets, {"spoil": (spoil, 1.0), "red": (red, 1.0)})
-    assert metrics == {"reward/spoil": 0, "reward/red": 0, "reward": 0}
-    assert images[0].getpixel((0, 0)) == (0, 0, 0)
+    assert metrics == {"reward/spoil": 0, "reward/red": 0, "reward": 0} and not images[0].getbbox()
 
 def test_rewards_are_loaded_with_their_weights(tmp_path):
     """Two rewards of a file share what it loads, or its model would be loaded twice; its path has a colon."""
@@ -530,29 +533,36 @@ def test_rewards_are_loaded_with_their_weights(tmp_path):
 def test_prompts_file(tmp_path):
     """A byte order mark, comments and blank lines are no prompts; a target is found beside the file."""
     Image.new("L", (3, 3)).save(tmp_path / "t.png")
-    text = "\ufeff# no\n\n  # nor this\n  a red fox\tt.png\nplain \n"
+    text = "\ufeff# no\n\n  # nor this\n  a red fox\tt.png\nplain #1 \n"
     (tmp_path / "p.txt").write_text(text, encoding="utf-8")
-    prompts, targets = grpo.load_prompts(tmp_path / "p.txt")
-    assert prompts == ["a red fox", "plain"]
-    assert targets[0].mode == "RGB" and targets[0].size == (3, 3) and targets[1] is None
+    prompts, (target, none) = grpo.load_prompts(tmp_path / "p.txt")
+    assert prompts == ["a red fox", "plain #1"] and none is None
+    assert target.mode == "RGB" and target.size == (3, 3)
 
 # --- LoRA ---------------------------------------------------------------------------------------------------
 def test_lora_by_hand(tmp_path):
-    """Twice B A x at any rank, 0 at first, in files under the names and with the scale that peft reads."""
+    """Twice B A x at any rank, 0 at first; saved under the names that peft reads, loaded only if it fits."""
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "ab": torch.nn.Linear(3, 2)})  # "ab" is no "a"
     x = torch.randn(5, 3)
     base = model["a"](x)
     lora = grpo.LoRA(model, "a", rank=4)
     assert torch.equal(model["a"](x), base)
-    A, B = perturb(lora).weights.values()
+    A, B = lora.weights.values()
+    assert 0.2 < A.std() * 3 ** 0.5 < 1 and A.abs().max() <= 3 ** -0.5 and not B.any()  # as peft's: uniform
+    perturb(lora)
     assert torch.allclose(model["a"](x), base + 2 * (x @ A.T) @ B.T)
     with lora.disabled():
         assert torch.equal(model["a"](x), base)
     lora.save(tmp_path)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (4, 8)
-    names = {f"base_model.model.a.lora_{AB}.weight" for AB in "AB"}
-    assert load_file(tmp_path / "adapter_model.safetensors").keys() == names
+    assert list(lora.weights) == [f"base_model.model.a.lora_{AB}.weight" for AB in "AB"]
+    other = grpo.LoRA(torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2)}), "a", rank=4)
+    other.load(tmp_path)
+    assert all(torch.equal(other.weights[name], weight) for name, weight in lora.weights.items())
+    grpo.LoRA(model, "a", rank=1).save(tmp_path / "one")
+    with pytest.raises(RuntimeError):  # broadcast, it would be nonsense
+        lora.load(tmp_path / "one")
+    with pytest.raises(KeyError):
+        grpo.LoRA(model, "ab", rank=4).load(tmp_path)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_adapters_train(dtype, tmp_path):
@@ -560,31 +570,29 @@ def test_only_the_adapters_train(dtype, tmp_path):
     wrapper, lora = make_adapted(dtype, top_p=0.6)
     tokens, _, nuclei = wrapper.sample(PROMPTS, 1, seeds=[1, 2])
     logprobs, entropy = wrapper.compute_logprobs(PROMPTS, tokens, nuclei)
-    assert entropy.isfinite().all()  # 0 * log 0 outside the nucleus
+    assert entropy.isfinite().all() and not entropy.requires_grad  # 0 * log 0 outside the nucleus
     logprobs.sum().backward()
     lora.save(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert len(lora.weights) == len(saved) == 2 * 6 * 2  # A and B of q, k, v, o, gate_up, down in two layers
     for name, weight in lora.weights.items():
-        assert weight.shape["lora_B" in name] == 4  # the rank
-        assert weight.grad.isfinite().all() and weight.grad.any()
+        assert weight.shape["lora_B" in name] == 4 and weight.grad.isfinite().all() and weight.grad.any()
         assert weight.dtype == weight.grad.dtype == saved[name].dtype == torch.float32
-    for half in (wrapper.ar_half, wrapper.dit_half):
-        assert all(not weight.requires_grad and weight.grad is None for weight in half.parameters())
+    frozen = [*wrapper.halves.ar.parameters(), *wrapper.halves.dit.parameters()]
+    assert not any(weight.requires_grad or weight.grad is not None for weight in frozen)
 
-@pytest.mark.parametrize("library", ["transformers", "peft"])
-def test_peft_and_transformers_load_the_adapters(library, sampled, tmp_path):
+def test_peft_and_transformers_load_the_adapters(sampled, tmp_path):
     """Both must give the policy that was trained, not the base."""
     peft = pytest.importorskip("peft")
     trained, lora = make_adapted()
     lora.save(tmp_path)
-    other = make_wrapper()
-    if library == "peft":
-        peft.PeftModel.from_pretrained(other.policy, tmp_path)
-    else:
-        other.policy.load_adapter(tmp_path)
-    assert (score(other, sampled) - score(trained, sampled)).abs().max() < 1e-5
-    assert (score(other, sampled) - sampled[2]).abs().max() > 0.01  # as the base model says
+    others = make_wrapper(), make_wrapper(), trained
+    peft.PeftModel.from_pretrained(others[0].policy, tmp_path)
+    others[1].policy.load_adapter(tmp_path)
+    with torch.no_grad():
+        one, two, ours = (wrapper.compute_logprobs(*sampled[:2], None)[0] for wrapper in others)
+    assert (one - ours).abs().max() < 1e-5 > (two - ours).abs().max()
+    assert (ours - sampled[2]).abs().max() > 0.01  # which the base model says
 
 # --- GLM-Image: what it reads, samples and paints, and what lies where --------------------------------------
 def test_positions_are_those_of_the_docstring():
@@ -597,12 +605,12 @@ def test_positions_are_those_of_the_docstring():
 def test_prompts_are_encoded_and_positions_made_as_in_the_stock_pipeline(width, height):
     """What it feeds, at positions that `generate` makes. Padding sees padding: of nothing it would be NaN."""
     wrapper = make_wrapper(width=width, height=height)
-    wrapper.policy.generate = mock.Mock(side_effect=KeyboardInterrupt)
+    wrapper.policy.generate = mock.Mock(side_effect=KeyError)
     wrapper.pipe.processor.tokenizer.padding_side = "left"  # as it is told by ours
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyError):
         wrapper.pipe.generate_prior_tokens(PROMPTS, height, width)
     stock = wrapper.policy.generate.call_args.kwargs
-    ids, position_ids, visible = wrapper.encode(PROMPTS)
+    ids, position_ids, bias = wrapper.encode(PROMPTS)
     mask = stock["attention_mask"]
     assert torch.equal(stock["input_ids"], ids) and (mask == 0).any()
     model = wrapper.policy.model
@@ -611,31 +619,28 @@ def test_prompts_are_encoded_and_positions_made_as_in_the_stock_pipeline(width, 
     masks = F.pad(mask, (0, image.shape[2]), value=1)
     real = masks.bool().expand(3, -1, -1)
     assert torch.equal(position_ids[real], torch.cat([prompt, image], dim=2)[real])
-    for sees, real in zip(visible[:, 0].tolist(), masks.tolist()):
-        for i, row in enumerate(sees):
-            assert row == [j <= i and real[j] == real[i] for j in range(len(real))]
+    for rows, real in zip(bias[:, 0].tolist(), masks.tolist()):
+        for i, row in enumerate(rows):
+            assert row == [0 if j <= i and real[j] == real[i] else -math.inf for j in range(len(real))]
 
 @pytest.mark.parametrize("top_p, dtype, bound", [
     (1.0, torch.float32, 1e-5), (0.6, torch.float32, 1e-5), (1.0, torch.bfloat16, 0.05)])
 def test_sampler_and_trainer_agree(top_p, dtype, bound):
-    """THE test: cached steps and one teacher-forced pass give the same log-probs, with padding and top-p;
-    without the nucleus or the temperature they are others, and by a naive `model(prompt + tokens)`."""
+    """THE test: cached steps and one teacher-forced pass give the same log-probs, with padding and top-p."""
     wrapper = make_wrapper(dtype, top_p=top_p)
     tokens, logprobs, nuclei = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
     prompts = [p for p in PROMPTS for _ in range(3)]
-    assert tokens.shape == logprobs.shape == (6, 2 * 1 + 4 * 2)
-    assert tokens.min() >= 0 and tokens.max() < 8 and logprobs.dtype == torch.float32
+    assert tokens.shape == logprobs.shape == (6, 2 * 1 + 4 * 2) and logprobs.dtype == torch.float32
     assert nuclei.shape == (6, 10, 8) and nuclei.dtype == torch.bool
-    ids, _, visible = wrapper.encode(prompts)
+    ids, position_ids, bias = wrapper.encode(prompts)
     with torch.no_grad():
         again, entropy = wrapper.compute_logprobs(prompts, tokens, nuclei)
         unmasked, whole = wrapper.compute_logprobs(prompts, tokens, None)
-        out = wrapper.policy(input_ids=torch.cat([ids, tokens], 1), attention_mask=visible[:, 0, -1].long())
+        logits = wrapper.forward(torch.cat([ids, tokens], 1), position_ids, bias)
+        assert torch.allclose(logits * 0.9, (logits * 0.9).to(dtype).float(), rtol=1e-6)  # divided in fp32
         wrapper.temperature = 1.0
         wrong, _ = wrapper.compute_logprobs(prompts, tokens, nuclei)
     assert (again - logprobs).abs().max() < bound < (wrong - logprobs).abs().max()
-    naive = grpo.compute_policy_logprobs(out.logits[:, -11:-1, :8].float() / 0.9, nuclei)
-    assert (naive.gather(2, tokens[..., None])[..., 0] - logprobs).abs().max() > 100 * 1e-5
     if top_p < 1:
         assert (unmasked - logprobs).mean() < -0.1 and (entropy - whole).mean() < -0.1
     with pytest.raises(TypeError):
@@ -647,8 +652,7 @@ def test_sampling_is_transformers_own_decoding_row_by_row(top_p):
     cache, no batch, no padding, and the smallest nucleus, by sorting. Ours in one batch: the same tokens."""
     wrapper = make_wrapper(top_p=top_p)
     tokens, logprobs, nuclei = wrapper.sample(PROMPTS, 3, seeds=[1, 2])
-    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    chance = torch.cat([torch.rand(3, 10, generator=generator) for generator in generators])
+    chance = torch.cat([torch.rand(3, 10, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
     for row in range(6):
         ids, _, _ = wrapper.encode([PROMPTS[row // 3]])
         L = ids.shape[1]
@@ -663,93 +667,92 @@ def test_sampling_is_transformers_own_decoding_row_by_row(top_p):
             logp = logits.masked_fill(~nucleus, -math.inf).log_softmax(dim=0)
             mass = logp.double().exp().cumsum(dim=0)
             code = torch.searchsorted(mass, chance[row, i] * mass[-1], right=True)
-            assert code == tokens[row, i]
-            assert abs(logp[code] - logprobs[row, i]) < 1e-5
+            assert code == tokens[row, i] and abs(logp[code] - logprobs[row, i]) < 1e-5
             assert torch.equal(nuclei[row, i], nucleus)
             out = wrapper.policy(input_ids=code.view(1, 1), attention_mask=torch.ones(1, L + i + 1),
                                  use_cache=True, past_key_values=out.past_key_values)
     assert nuclei.all() == (top_p == 1)
 
-def test_micro_batches_paint_the_same(sampled):
-    """But for a grey level. In fp32, or with a VAE that does not work image by image, no GPU would do."""
-    pictures = []
-    sizes = []
-    painted = []
-    for size in (1, 2, 3):
-        pipe = make_wrapper().pipe
-        with mock.patch.object(diffusers.GlmImagePipeline, "from_pretrained", return_value=pipe) as load:
-            wrapper = WRAPPER.from_pretrained("folder", make_config(micro_batch_size=size, decode_steps=2))
-        assert load.call_args == mock.call("folder", dtype=torch.bfloat16)
-        wrapper.pipe.transformer.register_forward_pre_hook(
-            lambda module, args, inputs: sizes.append(len(inputs["hidden_states"])), with_kwargs=True)
-        wrapper.pipe.vae.decoder.register_forward_pre_hook(lambda _, args: painted.append(len(args[0])))
-        pictures.append(grpo.pil_to_tensor(wrapper.decode(PROMPTS, sampled[1], [1, 2])))
-    assert sizes == [1] * 12 + [2, 2, 1, 1] * 2 + [3] * 4  # two denoising steps each
-    assert painted == [1] * 3 * 6
-    assert all((picture - pictures[0]).abs().max() < 1.5 / 255 for picture in pictures)
-
-@pytest.mark.parametrize("guidance, faster", [(4.0, True), (1.0, True), (4.0, False)])
-def test_painting_is_that_of_the_stock_pipeline(sampled, guidance, faster):
-    """Given the tokens and the noise of the group, an untouched pipeline draws the same, one by one."""
+@pytest.mark.parametrize("guidance, size", [(4.0, 1), (1.0, 2), (4.0, 5)])
+def test_painting_is_that_of_the_stock_pipeline(sampled, guidance, size):
+    """One by one, but for a grey level. In fp32, or with a VAE that paints all at once, no GPU would do."""
     prompts = ['a red fox on a wall that says "CLOSED TODAY"', 'a yellow "!"']
-    rows = sampled[1][[0, 1, 3, 4]]  # two groups of two
-    stock = QUICK(0)
-    ours = make_wrapper(guidance=guidance, decode_steps=3, micro_batch_size=1)
-    if faster:
-        grpo.make_faster(ours.pipe, ours.config)
-        ours.pipe.transformer.rope.forward = mock.Mock(side_effect=AssertionError("made again"))
-    images = ours.decode(prompts, rows, seeds=[7, 8])
-    for i, (image, tokens) in enumerate(zip(images, rows)):
-        noise = torch.randn(1, 16, 16, 8, generator=torch.Generator().manual_seed(7 + i // 2))
+    config = make_config(guidance=guidance, decode_steps=3, micro_batch_size=size)
+    pipe = make_wrapper().pipe
+    with mock.patch.object(diffusers.GlmImagePipeline, "from_pretrained", return_value=pipe) as load:
+        ours = WRAPPER.from_pretrained("folder", config)
+    assert load.call_args == mock.call("folder", dtype=torch.bfloat16)
+    sizes, painted = [], []
+    pipe.transformer.register_forward_pre_hook(
+        lambda module, args, inputs: sizes.append(len(inputs["hidden_states"])), with_kwargs=True)
+    pipe.vae.decoder.register_forward_pre_hook(lambda _, args: painted.append(len(args[0])))
+    torch.manual_seed(0)
+    stock = grpo.make_tiny_models()
+    stock.text_encoder.eval()
+    images = ours.decode(prompts, sampled[1], seeds=[7, 8])  # two groups of three
+    assert painted == [1] * 6 and max(sizes) == min(size, 3) and sum(sizes) == 6 * 3 * (1 + (guidance > 1))
+    for i, (image, tokens) in enumerate(zip(images, sampled[1])):
+        noise = torch.randn(1, 16, 16, 8, generator=torch.Generator().manual_seed(7 + i // 3))
         expected = stock(
-            prompts[i // 2], prior_token_ids=stock._upsample_token_ids(tokens[2:], 4, 2), latents=noise,
+            prompts[i // 3], prior_token_ids=stock._upsample_token_ids(tokens[2:], 4, 2), latents=noise,
             height=128, width=64, num_inference_steps=3, guidance_scale=guidance).images[0]
-        assert image.size == (64, 128) and image.tobytes() == expected.tobytes()
-    assert len({image.tobytes() for image in images + ours.decode(["a fox"], rows[:1], [7])}) == 5
+        difference = np.asarray(image, int) - np.asarray(expected, int)
+        assert image.size == (64, 128) and abs(difference).max() <= (size > 1)
+    assert len({image.tobytes() for image in images + ours.decode(["a fox"], sampled[1][:1], [7])}) == 7
     with pytest.raises(ValueError):
-        ours.decode(prompts, rows, seeds=[7])  # pictures were dropped without a word
+        ours.decode(prompts, sampled[1], seeds=[7])  # pictures were dropped without a word
 
 def test_offloading_changes_nothing_and_holds_one_half_at_a_time(tmp_path):
-    """What is not on the GPU is NaN here, the vision tower always; and a phase moves weights once."""
-    runs = []
+    """With it, what is not on the GPU is NaN here, the vision tower always; a phase moves weights once."""
     for offload in ("off", "on"):
-        out = tmp_path / offload
-        trainer = make_trainer(out, offload=offload, steps=1, micro_batch_size=2)
-        wrapper = trainer.wrapper
-        moves, hidden, halves = [], [], {wrapper.ar_half, wrapper.dit_half}
+        trainer = make_trainer(tmp_path / offload, offload=offload, steps=1, micro_batch_size=2)
+        halves = trainer.wrapper.halves
+        moves, hidden = [], []
 
         def move_to_gpu(half):
-            if half is not wrapper.on_gpu:
-                moves.append("ar" if half is wrapper.ar_half else "dit")
+            if half is not halves.on_gpu:
+                moves.append("ar" if half is halves.ar else "dit")
             while hidden:
                 tensor, tensor.data = hidden.pop()
-            WRAPPER.move_to_gpu(wrapper, half)
-            for tensor in tensors_of(wrapper.policy.model.visual, *halves - {half}):
+            grpo.Halves.move_to_gpu(halves, half)
+            other = halves.dit if half is halves.ar else halves.ar
+            for tensor in tensors_of(trainer.wrapper.policy.model.visual, other):
                 hidden.append((tensor, tensor.data))
                 tensor.data = torch.full_like(tensor, math.nan)
 
-        wrapper.move_to_gpu = move_to_gpu
+        if offload == "on":
+            halves.move_to_gpu = move_to_gpu
         trainer.train()
-        paths = sorted(out.rglob("*.png")) + sorted(out.rglob("*.safetensors"))
-        runs.append((rows_of(out), [path.read_bytes() for path in paths]))
     assert moves == ["ar", "dit"] + ["ar", "dit", "ar"] + ["dit"]  # pictures, a step, pictures
-    assert len(paths) == 4 and trainer.history[0]["grad_norm"] > 0
-    assert runs[0] == runs[1]
+    assert trainer.history[0]["grad_norm"] > 0
+    assert_same_run(tmp_path / "off", tmp_path / "on")
 
 def test_halves_are_lent_to_the_gpu(monkeypatch):
-    """One at a time; each comes back to the very memory where it waited. (A dtype stands for the GPU.)"""
-    wrapper = make_wrapper(offload="on")
-    ar = tensors_of(wrapper.ar_half)
-    dit = tensors_of(wrapper.dit_half)
-    homes = [tensor.data_ptr() for tensor in ar + dit]
+    """An interrupt in the middle is mended by the next call. (fp64 stands for the GPU, fp32 for the CPU.)"""
+    halves = make_wrapper(offload="on").halves
+    ar, dit = halves.ar, halves.dit
+    to = torch.Tensor.to
+    moved = []
+
+    def move(tensor, where, *args, **kwargs):
+        moved.append(tensor)
+        if len(moved) == last:
+            raise KeyboardInterrupt
+        return to(tensor, torch.float32 if where == torch.device("cpu") else torch.float64)
+
+    monkeypatch.setattr(torch.Tensor, "to", move)
     monkeypatch.setattr(grpo, "DEVICE", torch.float64)
-    for _ in range(2):
-        wrapper.move_to_gpu(wrapper.ar_half)
-        assert {tensor.dtype for tensor in ar} == {torch.float64}
-        assert [tensor.data_ptr() for tensor in dit] == homes[len(ar):]
-        wrapper.move_to_gpu(wrapper.dit_half)
-        assert {tensor.dtype for tensor in dit} == {torch.float64}
-        assert [tensor.data_ptr() for tensor in ar] == homes[:len(ar)]
+    late = len(tensors_of(ar, dit)) + 5  # when the other half has left
+    for half, last in [(ar, 0), (dit, 0), (ar, 0), (dit, late), (ar, 0), (dit, late), (dit, 0), (ar, 5),
+                       (dit, 0), (ar, late), (ar, 0)]:
+        moved.clear()
+        with pytest.raises(KeyboardInterrupt) if last else contextlib.nullcontext():
+            halves.move_to_gpu(half)
+        if not last:
+            assert {tensor.dtype for tensor in tensors_of(half)} == {torch.float64}
+            assert {tensor.dtype for tensor in tensors_of(dit if half is ar else ar)} == {torch.float32}
+    moved.clear()
+    assert halves.move_to_gpu(ar) is None and not moved  # it is there
 
 @pytest.mark.parametrize("offload, gib, where", [
     ("on", 80, "cpu"), ("off", 10, "meta"), ("auto", 40, "cpu"), ("auto", 80, "meta"), ("auto", 0, "meta")])
@@ -757,39 +760,39 @@ def test_where_the_halves_wait_and_adapters_are_drawn(monkeypatch, offload, gib,
     """Adapters are drawn on the CPU: two kinds of GPU would begin with others, and add up their gradients."""
     monkeypatch.setattr(grpo, "GPU_GIB", gib)
     monkeypatch.setattr(grpo, "DEVICE", torch.device("meta"))
+    torch.backends.cuda.enable_cudnn_sdp(True)
     wrapper = WRAPPER(grpo.make_tiny_models(), make_config(offload=offload))
-    assert {tensor.device.type for tensor in tensors_of(wrapper.ar_half, wrapper.dit_half)} == {where}
-    assert {tensor.device.type for tensor in tensors_of(wrapper.policy.model.visual)} == {"cpu"}
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # its gradients can be NaN
+    assert all(table.is_meta for table in wrapper.pipe.transformer.rope(torch.zeros(1, 16, 8, 8)))
+    assert {tensor.device.type for tensor in tensors_of(wrapper.halves.ar, wrapper.halves.dit)} == {where}
+    assert not any(tensor.is_meta for tensor in tensors_of(wrapper.policy.model.visual))
     before = torch.get_rng_state()
-    weights = grpo.LoRA(wrapper.policy, wrapper.TARGETS, rank=4).weights
-    assert all(weight.is_meta for weight in weights.values())
-    assert not torch.equal(torch.get_rng_state(), before)
+    weights = grpo.LoRA(wrapper.policy, wrapper.TARGETS, rank=4).weights.values()
+    assert all(weight.is_meta for weight in weights) and not torch.equal(torch.get_rng_state(), before)
 
 @pytest.mark.parametrize("side", [512, 1024])
 def test_a_step_fits_a_card_of_24_gb(monkeypatch, side):
     """8 x 4 images, counted; beside the weights lies no less than what is known to be there."""
     monkeypatch.syspath_prepend(HERE / ".ci")
     import measure
-    peaks = measure.count_memory(side, num_prompts=8)
+    peaks, _ = measure.count_memory(side, num_prompts=8)  # it asserts that the nuclei wait on the CPU
     T = 256 + (side // 32) ** 2
     cache = 32 * T * 40 * 2 * 2 * 128 * 2 / 2**30  # 40 layers, keys and values, 2 heads of 128, 2 bytes
-    assert 16.6 + cache < peaks["sample"]["on"] <= 22
-    assert 16.6 + 1.4 < peaks["update"]["on"] <= 22
+    assert 16.6 + cache < peaks["sample"]["on"] <= 22 and 16.6 + 1.4 < peaks["update"]["on"] <= 22
     assert 14.1 + 1.0 < peaks["decode"]["on"] <= 22
     assert all(16.6 + 14.1 + 1.0 < peak["off"] < 40 for peak in peaks.values())
 
 # --- The toy ------------------------------------------------------------------------------------------------
 def test_the_toy_and_its_first_adapters_come_from_the_seed_alone(monkeypatch):
     """A run is its command, whatever has been drawn before."""
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", functools.partial(QUICK, warmup_steps=2))
+    monkeypatch.setattr(grpo, "make_tiny_pipeline", functools.partial(QUICK, fit_steps=2))
     states = []
     for noise, seed in ((1, 5), (2, 5), (1, 6)):
-        config = make_config(seed=seed)
         torch.manual_seed(noise)
-        wrapper = WRAPPER.from_pretrained("tiny", config)
+        wrapper = WRAPPER.from_pretrained("tiny", make_config(seed=seed))
         torch.manual_seed(noise)  # a model that was loaded, not made, would seed nothing
-        trainer = grpo.GRPOTrainer(config, wrapper, ["a red fox"])
-        parts = tensors_of(wrapper.ar_half, wrapper.dit_half), trainer.lora.weights.values()
+        trainer = grpo.GRPOTrainer(wrapper.config, wrapper, ["a red fox"])
+        parts = tensors_of(wrapper.halves.ar, wrapper.halves.dit), trainer.lora.weights.values()
         states.append([torch.cat([tensor.flatten() for tensor in part]) for part in parts])
     for first, same, other in zip(*states):
         assert torch.equal(first, same) and not torch.equal(first, other)
@@ -802,11 +805,20 @@ def test_the_toy_takes_any_prompt_and_the_smallest_size():
     group = wrapper.generate_with_tracking(prompts, 2, range(len(prompts)))
     assert wrapper.pipe.processor._get_target_shape(64, 32)[:2] == (2, 1)  # rows, columns
     assert group["tokens"].shape == (2 * len(prompts), 4 + 1) and group["images"][0].size == (32, 32)
-    with torch.no_grad():
-        again, _ = wrapper.compute_logprobs(np.repeat(prompts, 2).tolist(), group["tokens"], group["nuclei"])
-    assert (again - group["logprobs"]).abs().max() < 1e-5
+    assert group["logprobs"].isfinite().all()
 
-# --- The command line: several GPUs (here of the CPU), kills and Ctrl-C first -------------------------------
+def test_the_toy_is_fitted_to_what_its_comment_says(monkeypatch):
+    """40 % of the tokens of each picture, not all of 40 % of the pictures; on any number of GPUs."""
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 3)  # where the default, 8 prompts a step, would be refused
+    original = WRAPPER.compute_logprobs
+    with mock.patch.object(WRAPPER, "compute_logprobs", autospec=True, side_effect=original) as spy:
+        grpo.make_tiny_pipeline(fit_steps=40)
+    assert spy.call_args.args[1] == [f"a {name} thing" for name in grpo.COLORS]
+    tokens = torch.stack([call.args[2] for call in spy.call_args_list])  # [40, 8, 20]
+    named = (tokens == torch.arange(8)[:, None]).float()
+    assert abs(named.mean() - (0.4 + 0.6 / 8)) < 0.03 and named.mean(2).std() < 0.15
+
+# --- The command line: several GPUs (here of the CPU), failures and kills first -----------------------------
 SMALL = "--model tiny --width 64 --height 64 --batch-size 2 --group-size 2 --micro-batch-size 2".split()
 ENV = os.environ | {
     "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
@@ -855,7 +867,7 @@ def test_two_gpus_do_what_one_does(tmp_path, command):
     """Three steps in one process = two steps in two and, resumed, one in one: all must have crossed over."""
     (tmp_path / "quick.py").write_text(
         "import functools, __main__ as grpo\ncolor = grpo.reward_color\n"
-        "grpo.make_tiny_pipeline = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)\n")
+        "grpo.make_tiny_pipeline = functools.partial(grpo.make_tiny_pipeline, fit_steps=0)\n")
     argv = SMALL + "--num-iterations 2 --lr 1e-3 --kl-coef 0.1 --max-grad-norm 1e-3 --save-every 1".split()
     torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(),
                 HERE / "grpo.py", *argv, *"--reward quick.py:color --out two --steps 2".split()]
@@ -865,51 +877,48 @@ def test_two_gpus_do_what_one_does(tmp_path, command):
     assert process.returncode == 0, error
     assert [line.split()[0] for line in out.splitlines()] == ["model:", "step", "step"]  # once, not twice
     assert command("--resume", "two", "--steps", "3", "--reward", "color")[0] == 0
-    for a, b in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
-        b = {key.replace("quick.py:", ""): value for key, value in b.items()}
-        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+    assert [row["step"] for row in rows_of(tmp_path / "two")] == [1, 2, 3]  # the rest is of a GPU's share
     one, two = (adapter_of(tmp_path / out, 3) for out in ("one", "two"))
     torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
 
-def after_two_steps(act):
-    """A train_step that calls act() in the third step, however often anything else is called till then."""
-    def train_step(trainer, rollout, original=grpo.GRPOTrainer.train_step):
-        if len(trainer.history) == 2:
-            act()
-        return original(trainer, rollout)
-
-    return train_step
-
 def fail_on_one():
-    """In step 3, on the second GPU."""
-    grpo.GRPOTrainer.train_step = after_two_steps(lambda: 1 / 0 if grpo.RANK == 1 else None)
+    """In the third step, on the second GPU, however often anything else is called till then."""
+    def train_step(trainer, rollout, original=grpo.GRPOTrainer.train_step):
+        return 1 / 0 if grpo.RANK == 1 and len(trainer.history) == 2 else original(trainer, rollout)
+
+    grpo.GRPOTrainer.train_step = train_step
 
 def test_an_error_on_one_gpu_ends_the_run_on_all(tmp_path):
     """The others would wait for ever; and no whole step is lost."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        env = dict(MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))  # as torchrun sets it
-    processes = []
-    for rank in (0, 1):
-        env |= dict(RANK=str(rank), WORLD_SIZE="2")
-        processes.append(start(tmp_path, *SMALL, "--out", "run", before=fail_on_one, env=env))
+        env = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
+    processes = [start(tmp_path, *SMALL, "--out", "run", before=fail_on_one, env=env | dict(RANK=rank))
+                 for rank in "01"]
     assert 0 not in [end(process) for process in processes]
-    assert "ZeroDivisionError" in (tmp_path / "log").read_text()
-    assert step_of(tmp_path / "run") == 2
+    assert "ZeroDivisionError" in (tmp_path / "log").read_text() and step_of(tmp_path / "run") == 2
 
-@pytest.mark.parametrize("where", ["load_prompts", "compute_rewards", None])
-def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, monkeypatch, where):
-    """And no traceback; but where nothing is saved yet, --resume would fail: nothing is promised."""
-    if where:
-        monkeypatch.setattr(grpo, where, mock.Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            command(*SMALL, "--out", "run")
-    else:
-        press = after_two_steps(mock.Mock(side_effect=KeyboardInterrupt))
-        monkeypatch.setattr(grpo.GRPOTrainer, "train_step", press)
-        outcome = command(*SMALL, "--out", "run")
-        assert outcome[0] == "stopped; python grpo.py --resume run goes on after its last step"
-        assert step_of(Path("run")) == 2
+def test_after_a_failure_in_the_first_step_the_same_command_works(command):
+    """It was refused, as its folder exists, "or --resume it", which was refused too, as it holds no run."""
+    argv = [*SMALL, *"--out run --steps 1".split()]
+    interrupt = mock.patch.object(grpo, "compute_rewards", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        command(*argv)
+    assert "holds no run" in command("--resume", "run")[2]
+    assert command(*argv)[0] == 0
+    assert_files(Path("run"), 0, 1)
+
+def test_a_run_begins_with_the_adapters_of_another(command):
+    """It is the only way on to other prompts or another reward; the reference stays the model without any."""
+    assert command(*SMALL, *"--out a --steps 1 --lr .03".split())[0] == 0
+    adapter = adapter_of(Path("a"), 1)
+    assert command(*SMALL, *"--out b --steps 1 --lr 0 --adapter a/adapter_00001".split())[0] == 0
+    assert all(torch.equal(weight, adapter[name]) for name, weight in adapter_of(Path("b"), 1).items())
+    assert rows_of(Path("b"))[0]["kl"] > 1e-6 == 1e-6 + rows_of(Path("a"))[0]["kl"]
+    shutil.rmtree("a")
+    assert command(*"--resume b --steps 2 --lr .01".split())[0] == 0
+    assert torch.load("b/checkpoint.pt", weights_only=True)["config"]["adapter"] == "a/adapter_00001"
+    assert not all(torch.equal(weight, adapter[name]) for name, weight in adapter_of(Path("b"), 2).items())
 
 def kill_soon(when, share, seconds):
     """In the when-th checkpoint with this share of its bytes on the disk; with all of them, seconds later."""
@@ -945,7 +954,7 @@ def test_kill_nine_at_any_moment(tmp_path):
 @pytest.fixture(scope="session", autouse=True)
 def first_command(request, tmp_path_factory):
     """The README's command, its own process, every default: it runs beside all tests, as it takes longest."""
-    if not any("run" in item.fixturenames for item in request.session.items):
+    if not any("the_first_command" in item.name for item in request.session.items):
         yield
         return
     folder = tmp_path_factory.mktemp("first")
@@ -954,29 +963,19 @@ def first_command(request, tmp_path_factory):
         yield process, folder / "out"
         process.kill()
 
-@pytest.fixture(scope="session")
-def run(first_command):
+def test_the_first_command_learns_and_leaves_what_the_readme_says(first_command):
+    """Rewards rise by far more than luck, and all fixed pictures but one at most get their colour."""
     process, out = first_command
     printed, error = process.communicate(timeout=300)
     assert process.returncode == 0 and not error, error  # nor a bar, where there is no terminal
-    return out, printed
-
-def test_what_the_first_command_leaves(run):
-    """What the README promises to find in the folder, and what it says to look at."""
-    out, printed = run
+    assert printed.startswith("model: tiny on cpu, files: out\nstep 1 ") and printed.count("\n") == 41
     assert_files(out, 0, 10, 20, 30, 40)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = """step reward reward_std reward/color loss policy_loss kl ratio_mean ratio_max
-        clip_frac entropy grad_norm skipped sampler_gap_max seconds gpu_gib_max"""
+        clip_frac entropy grad_norm sampler_gap_max seconds gpu_gib_max"""
     for row in rows:
-        assert row.keys() == set(names.split())
-        assert all(math.isfinite(value) for value in row.values())
-    assert printed.startswith("model: tiny on cpu, files: out\nstep 1 ") and printed.count("\n") == 41
-
-def test_the_first_command_learns(run):
-    """Rewards rise by far more than luck, and all fixed pictures but one at most get their colour."""
-    out, _ = run
-    rewards = [row["reward"] for row in rows_of(out)]
+        assert row.keys() == set(names.split()) and np.isfinite(list(row.values())).all()
+    rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[-5:]) - np.mean(rewards[:5]) > 0.15
     sheets = [Image.open(out / f"samples_{step:05d}.png") for step in (0, 40)]
     prompts, _ = grpo.load_prompts(None)
@@ -984,25 +983,28 @@ def test_the_first_command_learns(run):
     before, after = (np.array(grpo.reward_color(map(sheet.crop, places), prompts)) for sheet in sheets)
     assert np.mean(after - before) > 0.1 and sorted(after)[1] > 0.85
 
-WRONG = """--group-size 1, --group-size four, --width 0, --width 100, --height 100, --height -64,
-    --size 512, --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0,
-    --seed -1, --decode-steps 0, --num-iterations 0, --lr nan, --lr -1, --lr inf, --kl-coef -1,
-    --clip-range inf, --clip-range-high -1, --clip-range-high, --max-grad-norm nan, --max-grad-norm 0,
-    --guidance nan, --top-p 0, --top-p 1.5, --temperature 0, --offload maybe, --scale-rewards batch,
-    --reward-norm group, --grop-size 4, --reward """  # the answer names the flag
+WRONG = """--group-size 1, --group-size four, --width 0, --width 100, --height 100, --height -64, --size 512,
+    --batch-size 0, --micro-batch-size 0, --steps 0, --steps 1.5, --save-every 0, --lora-rank 0, --seed -1,
+    --decode-steps 0, --num-iterations 0, --lr nan, --lr -1, --lr inf, --kl-coef -1, --clip-range inf,
+    --clip-range -1, --clip-range-high .3, --scale-rewards none, --max-grad-norm nan, --max-grad-norm 0,
+    --guidance nan, --guidance -1, --top-p 0, --top-p 1.5, --temperature 0, --offload maybe,
+    --reward-norm group, --grop-size 4, --adapter, --reward """  # the answer names the flag
 BAD = [(typed, typed.split()[0][2:]) for typed in re.split(r",\s+", WRONG)] + [  # typed, a word of the answer
-    ("--prompts missing.txt", "missing.txt"), ("--prompts .", "directory"), ("--prompts text.txt", "image"),
+    ("--prompts missing.txt", "missing"), ("--prompts text.txt", "image"), ("--prompts plain.txt", "a fox"),
     ("--prompts comments.txt", "prompt"), ("--prompts latin1.txt", "utf-8"), ("--prompts lost.txt", "lost"),
-    ("--reward beauty", "beauty"), ("--reward color=much", "much"), ("--reward color=nan", "color=nan"),
-    ("--reward color=inf", "color=inf"), ("--reward color=1,color=2", "=2"), ("--reward color,", "reward"),
-    ("--reward mine.py:sharp,mine.py:sharp=2", "sharp=2"), ("--reward mine.py", "mine.py"),
+    ("--prompts mixed.txt --reward mse", "target"), ("--reward wow", "wow"), ("--reward color=much", "much"),
+    ("--reward color=nan", "finite"), ("--reward color=1,color=2", "twice"), ("--reward mine.py", "mine.py"),
+    ("--reward color,", "reward"), ("--reward mine.py:sharp,mine.py:sharp=2", "twice"),
     ("--reward mine.py:dull", "dull"), ("--reward nowhere.py:sharp", "nowhere"), ("--reward mse", "target"),
-    ("--model folder", "folder"), ("--model no-such/model", "no-such"), ("--resume ", "holds no run"),
-    *[(f"--resume {name}", "holds no run") for name in "nowhere folder torn list bomb strange".split()],
-    ("--resume other", "old-flag"), ("--resume done --lr nan", "lr"), ("--resume done --seed 1", "--seed"),
-    ("--resume done --prompts missing.txt", "missing.txt"), ("--resume done --lora-rank 2", "--lora-rank"),
-    ("--resume done --model folder", "model"), ("--out done", "exists"), ("--out good.txt", "exists"),
-    ("--out good.txt/x", "good.txt"), ("--out good.txt/x/y", "good.txt")]
+    ("--reward color=1,mse", "target"), ("--model folder", "folder"), ("--model no-such/model", "no-such"),
+    *[(f"--resume {name}", "holds no run") for name in ",nowhere,folder,torn,list,bomb,strange".split(",")],
+    ("--resume other", "old-flag"), ("--resume done", "steps"), ("--resume done --steps 4", "steps"),
+    *[(f"--resume done {typed}", typed.split()[0]) for typed in (
+        "--seed 1", "--lora-rank 2", "--model folder", "--out other", "--adapter adapter", "--lr nan")],
+    ("--resume done --prompts missing.txt", "missing.txt"), ("--resume done --steps 9 --reward mse", "targ"),
+    ("--adapter missing", "missing"), ("--adapter folder", "adapter-config"), ("--adapter done", "done"),
+    ("--adapter good.txt", "good.txt"), ("--adapter adapter --lora-rank 8", "--lora-rank 4"),
+    ("--out done", "exists"), *[(f"--out good.txt{more}", "good.txt") for more in ("", "/x", "/x/y")]]
 
 class Bomb:
     """A pickle that makes the file `owned` when it is loaded."""
@@ -1022,10 +1024,12 @@ def bad_files(finished, tmp_path_factory):
         torch.save(content, folder / name / "checkpoint.pt")
     (folder / "torn/checkpoint.pt").write_bytes((folder / "done/checkpoint.pt").read_bytes()[:9999])
     (folder / "folder").mkdir()
+    Image.new("RGB", (4, 4)).save(folder / "t.png")
+    grpo.LoRA(torch.nn.Sequential(torch.nn.Linear(2, 2)), "0", rank=4).save(folder / "adapter")
     texts = {
         "comments.txt": b"# only\n\n", "lost.txt": b"a fox\tlost.png\n", "text.txt": b"a fox\tcomments.txt\n",
-        "good.txt": b"a red fox\n", "latin1.txt": b"caf\xe9\n",
-        "mine.py": b"def sharp(images, *_): return [1.0] * len(images)"}
+        "good.txt": b"a red fox\n", "plain.txt": b"a red fox\na fox\n", "mixed.txt": b"a\tt.png\nb\n",
+        "latin1.txt": b"caf\xe9\n", "mine.py": b"def sharp(images, *_): return [1.0] * len(images)"}
     for name, text in texts.items():
         (folder / name).write_bytes(text)
     return folder
@@ -1040,40 +1044,35 @@ def test_bad_input_gets_one_line_and_exit_code_2(bad_files, command, monkeypatch
     model = [] if typed.startswith(("--model", "--resume")) else ["--model", "tiny"]
     code, _, error = command(*model, *typed.split(" "))
     assert code == 2 and "error: " in error and error.count("\n") == 1, error
-    assert word in error.replace("_", "-")
-    assert sorted(bad_files.rglob("*")) == before
+    assert word in error.replace("_", "-") and sorted(bad_files.rglob("*")) == before, error
 
 @pytest.mark.parametrize("code", ["def sharp(:", "raise ValueError('here')", "open('nowhere')",
                                   "def sharp(*_): raise ValueError('here')"])
 def test_a_bug_in_a_file_of_rewards_keeps_its_traceback(command, code):
     """While it is loaded or used: one line would not say where in the user's own code to look."""
     Path("mine.py").write_text(code)
-    with pytest.raises((SyntaxError, ValueError, OSError)):
+    with pytest.raises((RuntimeError, ValueError)) as error:
         command(*SMALL, "--reward", "mine.py:sharp", "--out", "run")
+    assert 'mine.py", line 1' in "".join(traceback.format_exception(error.value))
 
-def test_a_bug_in_a_changed_wrapper_keeps_its_traceback(command, monkeypatch):
-    """A ValueError too, which before a model is loaded is a fault of what was typed."""
-    monkeypatch.setattr(WRAPPER, "from_pretrained", mock.Mock(side_effect=ValueError("here")))
-    with pytest.raises(ValueError, match="here"):
-        command(*SMALL, "--out", "run")
-
-def test_a_resumed_command_takes_its_own_settings_and_what_is_typed(command):
-    """A new --lr or corrected prompts are research; to type all the others again would invite mistakes."""
-    assert command(*SMALL, *"--steps 1 --out run --temperature 0.7 --lr 1e-3".split())[0] == 0
+def test_a_run_goes_on_with_its_own_settings_but_for_what_is_changed(command):
+    """A notebook went on with a kl_coef of 0.01 where the run had 0, or with a mixture of two runs."""
+    assert command(*SMALL, *"--steps 1 --out run --temperature 0.7 --lr 1e-3 --kl-coef 0".split())[0] == 0
     saved = torch.load("run/checkpoint.pt", weights_only=True)["config"]
     assert saved["prompts"] is None  # and not a path, so that a clone may be moved
     Path("mine.txt").write_text("a green frog\n")
-    more = "--resume run --prompts mine.txt --steps 2 --lr 5e-5 --kl-coef 0"  # 5e-5 is a default
-    assert command(*more.split())[0] == 0
+    assert command(*"--resume run --prompts mine.txt --steps 2 --lr 5e-5".split())[0] == 0  # a default
     config = torch.load("run/checkpoint.pt", weights_only=True)["config"]
-    typed = dict(prompts="mine.txt", steps=2, lr=5e-5, kl_coef=0.0, resume="run")
-    assert config == saved | typed and saved["temperature"] == 0.7
-    assert ["kl" in row for row in rows_of(Path("run"))] == [True, False]  # step 1 is the old run's
+    assert config == saved | dict(prompts="mine.txt", steps=2, lr=5e-5) and saved["temperature"] == 0.7
+    assert [row["step"] for row in rows_of(Path("run")) if "kl" not in row] == [1, 2]
+    assert vars(grpo.Config.from_run(Path("run"), lr=1, out="run", seed=0)) == config | dict(lr=1)
+    for name, value in dict(lora_rank=2, seed=1, model="other", adapter="a", out="b").items():
+        with pytest.raises(ValueError, match=f"--{name}"):
+            grpo.Config.from_run("run", **{name: value})
 
 def test_help_shows_every_flag_once_and_what_it_means(command):
     """Made from Config itself, its comments included."""
-    code, out, _ = command("--help")
-    assert code == 0
+    _, out, _ = command("--help")
     for field in dataclasses.fields(grpo.Config):
         line, = re.findall(rf"^ +{field.name}: .* = (.*)", out, re.MULTILINE)
         default, meaning = line.split("  # ")
@@ -1081,7 +1080,7 @@ def test_help_shows_every_flag_once_and_what_it_means(command):
     assert '"zai-org/GLM-Image" if GPU_GIB >= 60 else "tiny"' in out
 
 def test_settings_reach_the_wrapper(command, monkeypatch):
-    """And so does what is not given: the toy's defaults where GLM-Image has no room, else its own."""
+    """And so do the toy's defaults, or the model's own; its errors, even an OSError, keep their traceback."""
     spy = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setattr(WRAPPER, "from_pretrained", spy)
     monkeypatch.setattr(diffusers.GlmImagePipeline, "load_config", mock.Mock())

@@ -2,7 +2,7 @@
 
     python .ci/measure.py bench [flags of grpo.py]    seconds of the stock recipe and of ours, one table
     python .ci/measure.py bench --model random ..     the same, at GLM-Image's real sizes with random weights
-    python .ci/measure.py memory                      GiB of a GPU, counted without one; a minute of a core
+    python .ci/measure.py memory                      GiB and kernels of a GPU, counted without one; a minute
     python .ci/measure.py ablate [seeds]              what each choice is worth, on the toy
     python .ci/measure.py depth                       how far bf16 rounds at depth; minutes of a core
 """
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
 
-QUICK = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)  # the toy with random weights
+QUICK = functools.partial(grpo.make_tiny_pipeline, fit_steps=0)  # the toy with random weights
 
 # --- GLM-Image in its real sizes ------------------------------------------------------------------------
 def make_real(device):
@@ -62,6 +62,16 @@ def describe(value):
         return tuple([describe(part) for part in value])
     return type(value), value
 
+NO_KERNEL = {torch.ops.aten._unsafe_view, torch.ops.aten.empty, torch.ops.aten.empty_like,
+             torch.ops.aten.empty_strided, torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided,
+             torch.ops.aten._local_scalar_dense}
+
+def computes(function, args):
+    """Does this operation start a kernel?"""
+    if function.is_view or function.overloadpacket in NO_KERNEL:
+        return False
+    return any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tree_leaves(args))
+
 class FakeGPU(TorchDispatchMode):
     """`meta` stands for the GPU, the CPU is the host. Every operation passes through here. A storage counts
     from the operation that makes it until nobody holds it any more, in blocks of 512 bytes, as on a GPU.
@@ -74,6 +84,7 @@ class FakeGPU(TorchDispatchMode):
         self.weights = {"on": 0, "off": sum(self.sizes.values())}  # bytes on the GPU, by --offload
         self.peaks = {"on": 0, "off": 0}
         self.now = 0  # bytes beside the weights
+        self.kernels = 0  # operations on the GPU so far, without those that compute nothing
         for weight in tensors_of(*halves):
             self.see(weight)
         self.now = 0
@@ -112,6 +123,7 @@ class FakeGPU(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.kernels += computes(function, (args, kwargs))
         if function.is_view or function._schema.is_mutable:
             return function(*args, **kwargs)  # nothing new
         on_gpu = len(args) > 0 and isinstance(args[0], torch.Tensor) and args[0].is_meta
@@ -132,27 +144,27 @@ class FakeGPU(TorchDispatchMode):
 
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """What `F.scaled_dot_product_attention` allocates on a GPU: with a mask the memory-efficient kernel,
-    which wants it in the dtype of the query, its rows padded to a multiple of 8; without one as flash."""
+    which wants it in the dtype of the query, its rows a multiple of 8 apart; without one as flash."""
     assert not enable_gqa
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
         K = attn_mask.shape[-1]
-        if K % 8:
-            attn_mask = F.pad(attn_mask, (0, -K % 8))[..., :K]
+        if any(stride % 8 for stride in attn_mask.stride()[:-1]):
+            attn_mask = F.pad(attn_mask, (0, 8 - K % 8))[..., :K]
         attn_mask = attn_mask.expand(*query.shape[:3], K)
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
 def skip_tokens(forward, T):
-    """`forward` for a sampler of T tokens: only the prompts and the last one, beside what is kept of all."""
+    """`forward` for a sampler of T tokens: only the prompts and the last two, beside what is kept of all."""
     fed = []
 
     def forward_rarely(ids, *args, **kwargs):
         assert any(isinstance(value, transformers.StaticCache) for value in (*args, *kwargs.values()))
         if ids.shape[1] == 1:
             fed.append(True)
-        if 0 < len(fed) < T:
+        if 0 < len(fed) < T - 2:
             return torch.empty(len(ids), 1, 16384, device="meta")
         return forward(ids, *args, **kwargs)
 
@@ -160,7 +172,8 @@ def skip_tokens(forward, T):
 
 def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
     """Highest GiB alive on the GPU in the second step, of two micro-batches -> {phase: {"on", "off"}}, by
-    --offload. Real numbers are wanted by the prompts, read on the host, and by the scheduler."""
+    --offload, and {phase: kernels of one more token, DiT pass, micro-batch}. Real numbers are wanted by the
+    prompts, read on the host, and by the scheduler."""
     T = 256 + (side // 32) ** 2
     n = 2 * micro_batch_size
     config = grpo.Config(width=side, height=side, batch_size=num_prompts, group_size=group_size,
@@ -170,31 +183,49 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
                    logprobs=torch.zeros(n, T, device="meta"),
                    nuclei=torch.ones(n, T, 16384).bool())
     peaks = {}
+    kernels = {}
+    marks = {"forward": [], "dit": [], "compute_logprobs": []}  # kernels so far, at each call
     with mock.patch.object(grpo, "DEVICE", torch.device("meta")):
         pipe = make_real("meta")
-        grpo.make_faster(pipe, config)
         wrapper = grpo.GLMImageWrapper(pipe, config)
     encode = wrapper.encode
 
+    def marked(name, function):
+        def call(*args, **kwargs):
+            marks[name].append(gpu.kernels)
+            return function(*args, **kwargs)
+
+        return call
+
     def encode_on_host(prompts):
         with mock.patch.object(grpo, "DEVICE", torch.device("cpu")):
-            return [tensor.to("meta") for tensor in encode(prompts)]
+            tensors = encode(prompts)
+        return [torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                for tensor in tensors]
 
     def update():
-        trainer.train_step(rollout)
+        logprobs = marked("compute_logprobs", wrapper.compute_logprobs)
+        with mock.patch.object(wrapper, "compute_logprobs", logprobs):
+            trainer.train_step(rollout)
+        reference, another, policy, last = marks["compute_logprobs"]
+        return another - reference + last - policy  # policy: the pass, the loss and the backward pass
 
     def sample():
-        with mock.patch.object(wrapper, "forward", skip_tokens(wrapper.forward, T)):
-            wrapper.sample([prompt] * num_prompts, group_size, range(num_prompts))
+        with mock.patch.object(wrapper, "forward", marked("forward", skip_tokens(wrapper.forward, T))):
+            _, _, nuclei = wrapper.sample([prompt] * num_prompts, group_size, range(num_prompts))
+            assert nuclei.device.type == "cpu"  # of all tokens they are large
+            return marks["forward"][-1] - marks["forward"][-2]
 
     def decode():
-        wrapper.decode([prompt], rollout["tokens"][:micro_batch_size], [0])
+        with mock.patch.object(pipe.transformer, "forward", marked("dit", pipe.transformer.forward)):
+            wrapper.decode([prompt], rollout["tokens"][:micro_batch_size], [0])
+        return marks["dit"][1] - marks["dit"][0]
 
-    gpu = FakeGPU(wrapper.ar_half, wrapper.dit_half)
+    gpu = FakeGPU(wrapper.halves.ar, wrapper.halves.dit)
     with (
         mock.patch.object(grpo, "DEVICE", torch.device("meta")),
         mock.patch.object(wrapper, "encode", encode_on_host),
-        mock.patch.object(wrapper, "move_to_gpu", gpu.move_to_gpu),
+        mock.patch.object(wrapper.halves, "move_to_gpu", gpu.move_to_gpu),
         mock.patch.object(F, "scaled_dot_product_attention", attend),
         mock.patch.object(type(pipe.scheduler), "index_for_timestep", return_value=0),
         gpu,
@@ -209,11 +240,11 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
         resident = gpu.now
         for phase in (update, sample, decode):
             gpu.peaks = {"on": 0, "off": 0}
-            phase()
+            kernels[phase.__name__] = phase()
             peaks[phase.__name__] = {offload: peak / 2**30 for offload, peak in gpu.peaks.items()}
             left = gpu.now - resident
             assert left < 2**20, f"{phase.__name__} leaves {left} bytes behind"
-    return peaks
+    return peaks, kernels
 
 # --- The benchmark --------------------------------------------------------------------------------------
 def clock(function, *args):
@@ -227,13 +258,14 @@ def clock(function, *args):
 def stock_seconds(wrapper, prompt, tokens):
     """An image the usual way: the pipeline samples and decodes it alone, then a pass of its own scores it."""
     config = wrapper.config
-    wrapper.move_to_gpu(wrapper.ar_half)
+    wrapper.halves.move_to_gpu(wrapper.halves.ar)
     wrapper.policy.eval()  # in training mode `generate` would lose its cache, and look slower than it is
     wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
     codes = wrapper.pipe.transformer.config.prior_vq_quantizer_codebook_size
     wrapper.policy.generation_config.suppress_tokens = list(range(codes, wrapper.policy.lm_head.out_features))
     sampled, _ = clock(functools.partial(
         wrapper.pipe.generate_prior_tokens, prompt, config.height, config.width, device=grpo.DEVICE))
+    wrapper.policy.model.visual.to("cpu")  # or its 2 GiB would count as ours
     decoded, _ = clock(wrapper.decode, [prompt], tokens, [0])
     with torch.no_grad():
         scored, _ = clock(wrapper.compute_logprobs, [prompt], tokens, None)
@@ -257,11 +289,12 @@ def bench(argv):
     """One table. Every ratio is of two medians measured in turn in this run."""
     prompt = "a red fox"
     config = grpo.parse_args(["--micro-batch-size", "1" if grpo.CUDA else "8", *argv])
+    if config.model == "random" and not grpo.CUDA:
+        print("measure.py: --model random is 23 GB of weights: it needs a GPU", file=sys.stderr)
+        sys.exit(2)
     with mock.patch.object(grpo, "make_tiny_pipeline", QUICK):
         if config.model == "random":
-            pipe = make_real(grpo.DEVICE)
-            grpo.make_faster(pipe, config)
-            wrapper = grpo.GLMImageWrapper(pipe, config)
+            wrapper = grpo.GLMImageWrapper(make_real(grpo.DEVICE), config)
         else:
             wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
     trainer = grpo.GRPOTrainer(config, wrapper, [prompt])
@@ -275,7 +308,10 @@ def bench(argv):
     print("|", " | ".join(columns), "|")
     print("|---" * len(columns) + "|")
     for group_size in (1, 4, 8, 16):
+        if grpo.CUDA:
+            torch.cuda.reset_peak_memory_stats()
         _, tokens = our_seconds(trainer, prompt, group_size)  # warm-up
+        peak = torch.cuda.max_memory_allocated() / 2**30  # of ours, before the stock recipe comes
         phases = []
         stocks = []
         for _ in range(repeats):
@@ -285,7 +321,6 @@ def bench(argv):
             stocks.append(statistics.mean(seconds) * group_size)
         sample, decode, score, update = (statistics.median(column) for column in zip(*phases))
         stock = statistics.median(stocks)
-        peak = torch.cuda.max_memory_allocated() / 2**30
         ours = sample + decode
         step = ours + score + update
         print(f"| {group_size} | {stock:.3f} | {ours:.3f} | {stock / ours:.1f}x | {sample:.3f} "
@@ -293,26 +328,26 @@ def bench(argv):
               f"| {peak:.1f} |", flush=True)
 
 def memory():
-    """One table. What does not depend on the number of prompts is counted anew in every row."""
+    """Two tables. What does not depend on the number of prompts is counted anew in every row."""
+    counted = {}
     pipe = make_real("meta")
     ar = pipe.vision_language_encoder
     halves = [[ar.model.language_model, ar.lm_head], [pipe.text_encoder, pipe.transformer, pipe.vae]]
-    sizes = [weight.nbytes for half in halves for module in half for weight in module.parameters()]
-    pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes) / 2**30  # PyTorch rounds each block up
-    whole = gib(ar, *halves[1])
-    with_pinned = pinned + whole - sum(sizes) / 2**30
     print(f"GiB of weights in bf16: {gib(*halves[0]):.1f} to sample and update, "
-          f"{gib(*halves[1]):.1f} to decode; on the host {whole:.1f}, with --offload on, pinned, "
-          f"{with_pinned:.1f}; --offload on / off:\n")
+          f"{gib(*halves[1]):.1f} to decode, {gib(ar, *halves[1]):.1f} in all; --offload on / off:\n")
     print("| size | prompts x group | micro-batch | sample | decode | update |")
     print("|---|---|---|---|---|---|", flush=True)
     for side, num_prompts, group_size, size in [
             (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
             (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]:
-        peaks = count_memory(side, num_prompts, size, group_size)
+        peaks, kernels = count_memory(side, num_prompts, size, group_size)
         pairs = [peaks[phase] for phase in ("sample", "decode", "update")]
         cells = [f"{pair['on']:.1f} / {pair['off']:.1f}" for pair in pairs]
         print(f"| {side} | {num_prompts} x {group_size} | {size} |", " | ".join(cells), "|", flush=True)
+        counted[side, num_prompts, group_size, size] = kernels
+    kernels = counted[512, 8, 4, 1]
+    print("\nKernels at 512, 8 x 4, one image at a time:\n\n| one more token | DiT pass | micro-batch |\n"
+          f"|---|---|---|\n| {kernels['sample']:,} | {kernels['decode']:,} | {kernels['update']:,} |")
 
 # --- What each choice is worth --------------------------------------------------------------------------
 def noise_of_its_own(decode):
@@ -323,14 +358,19 @@ def noise_of_its_own(decode):
 
     return other
 
+def advantages_not_divided(rewards, group_size):
+    """As in Dr. GRPO: in the place of grpo.compute_advantages."""
+    groups = rewards.view(-1, group_size)
+    return (groups - groups.mean(1, keepdim=True)).flatten()
+
 ABLATIONS = {  # name: settings
     "as shipped": {},
     "noise of its own for each image": {},
     "group size 2 (16 prompts)": dict(group_size=2, batch_size=16),
     "group size 8 (4 prompts)": dict(group_size=8, batch_size=4),
     "group size 16 (2 prompts)": dict(group_size=16, batch_size=2),
-    "rewards not divided by the std": dict(scale_rewards="none"),
-    "neither divided, nor a KL (Dr. GRPO)": dict(scale_rewards="none", kl_coef=0.0),
+    "rewards not divided by the std": {},
+    "neither divided, nor a KL (Dr. GRPO)": dict(kl_coef=0.0),
     "no KL": dict(kl_coef=0.0),
     "KL 0.02": dict(kl_coef=0.02),
     "2 updates per rollout": dict(num_iterations=2),
@@ -356,8 +396,10 @@ def ablate(seeds):
             if name.startswith("noise"):
                 wrapper.decode = noise_of_its_own(wrapper.decode)
             prompts, _ = grpo.load_prompts(config.prompts)
-            trainer = QuietTrainer(config, wrapper, prompts)
-            trainer.train()
+            compare = advantages_not_divided if "divided" in name else grpo.compute_advantages
+            with mock.patch.object(grpo, "compute_advantages", compare):
+                trainer = QuietTrainer(config, wrapper, prompts)
+                trainer.train()
             folder.cleanup()
             results[name].append(statistics.mean(row["reward"] for row in trainer.history[-5:]))
             print(f"seed {seed}  {name:36s} {results[name][-1]:.3f}", file=sys.stderr, flush=True)
