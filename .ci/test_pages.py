@@ -1,7 +1,9 @@
-"""Tests of .github/rewards.md and .github/changes.md: their code and commands are run as they stand, and what they say
-is true."""
-import dataclasses, io, json, logging, random, re, runpy, shutil, socket, string, subprocess, sys, types, warnings
+"""Tests of .github: its files are run as they stand and as their pages say, and what rewards.md and changes.md say is
+true."""
+import ast, dataclasses, io, json, logging, os, random, re, runpy, shutil, socket, string, subprocess, sys, types, warnings
 from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(HERE)]
@@ -16,15 +18,23 @@ from test_grpo import QUICK, SMALL, WRAPPER, command, finished, make_wrapper, ro
 
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
 pytestmark = pytest.mark.readme
-REWARDS = (HERE / ".github/rewards.md").read_text()
-CHANGES = (HERE / ".github/changes.md").read_text()
+PAGES = {path.name: path.read_text() for path in sorted((HERE / ".github").glob("*.md"))}
+FILES = {path.name: path.read_text() for path in sorted((HERE / ".github").glob("*.py"))}
+REWARDS = PAGES["rewards.md"]
+CHANGES = PAGES["changes.md"]
 FLAGS = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(grpo.Config)}
 PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
 
+def blocks_of(page):
+    """Its blocks of Python."""
+    return re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
 def code_of(page, name):
-    """The block of code of a page whose first line is `# name`."""
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    return next(block for block in blocks if block.startswith(f"# {name}\n"))
+    """The block of Python of a page whose first line is `# name`, or else the first one after this name in bold."""
+    for block in blocks_of(page):
+        if block.startswith(f"# {name}\n"):
+            return block
+    return blocks_of(page.split(f"**{name}")[1])[0]
 
 def load_module(code, name):
     """-> a module of this code, which knows where grpo.py is."""
@@ -39,22 +49,37 @@ def table(page, head):
     lines = page[page.index(head):].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
-# --- Both pages ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["rewards.md", "changes.md"])
-def test_the_command_that_writes_the_files(tmp_path, name):
-    """It writes each block of Python of its page into the file that its first line names, no other, and its page names
-    them all."""
-    page = (HERE / ".github" / name).read_text()
-    (tmp_path / ".github").mkdir()
-    (tmp_path / ".github" / name).write_text(page)
-    line, = re.findall(r"^awk .*", page, re.MULTILINE)
-    for _ in range(2):  # again: it overwrites
-        subprocess.run(line, shell=True, check=True, cwd=tmp_path)
-    files = {path.name: path.read_text() for path in tmp_path.glob("*.py")}
-    blocks = re.findall(r"^```python\n(# (\S+)\n.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert files == {name: code for code, name in blocks}
-    named = re.search(r"writes, and overwrites, .*?page, ((?:[\s,]|and|`[\w.]+`)*)", page, re.DOTALL)[1]
-    assert sorted(re.findall(r"`(.*?)`", named)) == sorted(files)
+# --- All pages and files ------------------------------------------------------------------------------------
+def test_pages_are_short():
+    """They have grown past what anybody reads before. A long program is a file, which an editor can check."""
+    assert sum(len(page.split()) for page in PAGES.values()) <= 7000
+    for name, page in PAGES.items():
+        assert "awk" not in page, name  # Windows has none, and what it writes overwrites one's own changes
+        for block in blocks_of(page):
+            assert len(block.splitlines()) < 25, (name, block)
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_file_says_how_to_run_it(name):
+    """In its docstring. `python .github/x.py` does not find grpo.py: a file that imports it is copied, or is a reward."""
+    code = FILES[name]
+    told = ast.get_docstring(ast.parse(code))
+    ways = rf"cp (\S+ )*\.github/{name} (\S+ )*\.\n.*\bpython {name}|--reward \.github/{name}:\w"
+    if not re.search(r"^(import|from) (grpo|letters)\b", code, re.MULTILINE):
+        ways += rf"|python \.github/{name}\b"
+    assert re.search(ways, told), told
+    assert max(map(len, code.splitlines())) <= 100
+    assert any(f"]({name})" in page for page in PAGES.values()), "no page links to it"
+
+@pytest.mark.parametrize("name", PAGES)
+def test_excerpts_are_of_their_files(name):
+    """Lines that a page shows of a file are in the file, as they stand; other code says itself what it imports."""
+    for block in blocks_of(PAGES[name]):
+        assert re.search(r"^(import|from) ", block) or any(block in code for code in FILES.values()), block
+
+def test_copies_are_of_files():
+    """What a page copies, or names by its path, is there."""
+    for name in set(re.findall(r"\.github/([\w.]+\.py)", "".join([*PAGES.values(), *FILES.values()]))):
+        assert name in FILES
 
 @pytest.mark.parametrize("page", [REWARDS, CHANGES], ids=["rewards.md", "changes.md"])
 def test_flags_exist(page):
@@ -68,11 +93,14 @@ def test_commands_of_rewards(tmp_path, command):
         pytest.importorskip(package, reason="pip install rapidocr onnxruntime")
     torch.save(dict(weight=torch.ones(1, 4), bias=torch.zeros(1)), "head.pth")
     stand_in = "HEAD = 'head.pth'\ndef embed(images, text):\n    return torch.rand(2, len(images), 4)\n"
-    Path("my_rewards.py").write_text(code_of(REWARDS, "my_rewards.py") + stand_in)  # without CLIP's 1.7 GB
-    load_module(code_of(REWARDS, "targets.py"), "targets")
+    Path(".github").mkdir()
+    for file in ("my_rewards.py", ".github/my_rewards.py"):
+        Path(file).write_text(FILES["my_rewards.py"] + stand_in)  # without CLIP's 1.7 GB
+    load_module(FILES["targets.py"], "targets")
     write_words(tmp_path)
-    lines = re.findall(r"python grpo\.py\b([^`#\n]*)", REWARDS)
-    assert len(lines) == 5
+    told = REWARDS + FILES["my_rewards.py"] + FILES["targets.py"]
+    lines = sorted({line.strip('" ') for line in re.findall(r"python grpo\.py\b([^`#\n]*)", told)})
+    assert len(lines) == 7
     small = "--model tiny --width 64 --height 64 --batch-size 2 --group-size 2 --steps 1"
     for i, line in enumerate(lines):
         code, _, error = command(*line.split(), *small.split(), "--out", f"run{i}")
@@ -84,12 +112,12 @@ def test_commands_of_rewards(tmp_path, command):
 # --- Rewards to copy: my_rewards.py -------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def gallery():
-    return load_module(code_of(REWARDS, "my_rewards.py"), "my_rewards")
+    return load_module(FILES["my_rewards.py"], "my_rewards")
 
 def test_the_table_names_all_rewards():
     """A reward that is not in the table would not be found, and one that is only there would not be known."""
     told = {row[0].strip("`") for row in table(REWARDS, "| reward | what it needs |")}
-    takes_images = re.findall(r"^def (\w+)\(images, prompts, targets", code_of(REWARDS, "my_rewards.py"), re.MULTILINE)
+    takes_images = re.findall(r"^def (\w+)\(images, prompts, targets", FILES["my_rewards.py"], re.MULTILINE)
     assert told == set(takes_images)
 
 def draw(*texts, size=60, fill="black", ground="white", places=((60, 200), (180, 380))):
@@ -163,7 +191,7 @@ def test_ocr_scores_of_words_txt(gallery, reads, tmp_path):
         wrong.append(word[:i] + letter + word[i + 1:])
     drawn = words, wrong, words[1:] + words[:1]
     measured = [np.mean(gallery.ocr([draw(text, size=40) for text in texts], prompts)) for texts in drawn]
-    told = re.search(r"the\s+score\s+is (\S*)\s+for the right words, (.*?) on average .*? and (.*?)\s+with", REWARDS, re.DOTALL)
+    told = re.search(r"the score is (\S*) for the right words, (\S*) on average .*? and (\S*) with", " ".join(REWARDS.split()))
     assert [f"{score:.2f}" for score in measured] == list(told.groups())
 
 def test_ocr_without_quotes(gallery, monkeypatch):
@@ -322,7 +350,7 @@ def test_a_reward_is_called_once_a_step(tmp_path):
 
 def test_targets(tmp_path, command):
     """The file that it writes must be one that --prompts reads, with targets for `mse`."""
-    load_module(code_of(REWARDS, "targets.py"), "targets")
+    load_module(FILES["targets.py"], "targets")
     prompts, targets = grpo.load_prompts("targets.txt")
     assert len(prompts) == 8 and prompts[0] == "a red thing"
     assert [targets[0].getpixel(at) for at in ((0, 0), (0, 127))] == [(255, 255, 255), (255, 0, 0)]
@@ -437,7 +465,7 @@ def test_the_hook_on_the_command_line(tmp_path, command, monkeypatch):
     changed = make_changed("A hook for a logger")
     monkeypatch.setitem(sys.modules, "grpo", changed)
     monkeypatch.setattr(changed, "make_tiny_pipeline", QUICK)
-    code = code_of(CHANGES, "hooked.py").replace("(row, images):\n", "(row, images):\n    SEEN.append(row['step'])\n")
+    code = FILES["hooked.py"].replace("(row, images):\n", "(row, images):\n    SEEN.append(row['step'])\n")
     Path("hooked.py").write_text(code)
     monkeypatch.setattr(sys, "argv", ["hooked.py", *SMALL, *"--steps 2 --out run".split()])
     seen = runpy.run_path("hooked.py", dict(SEEN=[]), "__main__")["SEEN"]
@@ -448,7 +476,7 @@ def test_notebook(tmp_path, monkeypatch):
     """What is copied into a cell must train, and say why it does not when the cell is run again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
-    code = code_of(CHANGES, "notebook.py").replace("steps=20", "steps=1")
+    code = code_of(CHANGES, "In a notebook.").replace("steps=20", "steps=1")
     notebook = load_module(code, "notebook")
     assert 0 < rows_of(tmp_path / "runs/mine")[0]["reward/bright"] < 1
     with pytest.raises(ValueError, match="adapters already"):
@@ -459,7 +487,7 @@ def test_notebook(tmp_path, monkeypatch):
 def test_a_step_by_hand(monkeypatch):
     """It must meet the sampler's log-probs, and move the adapters with a loss of 0."""
     monkeypatch.setattr(WRAPPER, "from_pretrained", lambda path, config: make_wrapper())
-    step = load_module(code_of(CHANGES, "step.py"), "step")
+    step = load_module(code_of(CHANGES, "A step by hand"), "step")
     assert (step.new_logprobs - step.group["logprobs"]).abs().max() < 1e-5
     assert abs(step.loss.item()) < 1e-6
     assert any(weight.any() for name, weight in step.lora.weights.items() if "lora_B" in name)
@@ -469,7 +497,7 @@ def test_board(finished, tmp_path, monkeypatch):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = shutil.copytree(finished, tmp_path / "run")
     monkeypatch.setattr(sys, "argv", ["board.py", str(out)])
-    load_module(code_of(CHANGES, "board.py"), "board")
+    load_module(FILES["board.py"], "board")
     board = events.EventAccumulator(str(out / "tensorboard")).Reload()
     rows = rows_of(out)
     rewards = [event.value for event in board.Scalars("reward")]

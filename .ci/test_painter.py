@@ -1,5 +1,5 @@
 """Tests of .github/painter.md: its flow.py, identities mostly, on a toy of random weights. No network, no GPU."""
-import functools, json, math, os, re, runpy, subprocess, sys, tempfile
+import functools, json, math, os, re, runpy, sys
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
@@ -9,12 +9,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / ".github/painter.md").read_text()
-HERE = Path(tempfile.mkdtemp())  # the blocks of code of the page, as the page's own command writes them
-(HERE / ".github").mkdir()
-(HERE / ".github/painter.md").write_text(PAGE)
-WRITE, = re.findall(r"^awk .*", PAGE, re.MULTILINE)
-for _ in range(2):  # again: it overwrites
-    subprocess.run(WRITE, shell=True, check=True, cwd=HERE)
+HERE = ROOT / ".github"
 sys.path[:0] = [str(HERE), str(ROOT)]
 import flow, grpo
 torch.set_num_threads(1)
@@ -60,12 +55,6 @@ def hide_weights(wrapper):
     return phases
 
 # --- The painter -------------------------------------------------------------------------------------------
-def test_the_command_that_writes_the_files():
-    """It writes each block of Python into the file that its first line names, and no other."""
-    blocks = re.findall(r"^```python\n(# (\S+)\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    files = {path.name: path.read_text() for path in HERE.glob("*.py")}
-    assert files == {name: code for code, name in blocks} and "flow.py" in files
-
 QUOTED = ['a red fox that says "STOP HERE"', "yellow"]  # of the second no word is to be painted
 
 def shift_sigmas(pipe):
@@ -283,8 +272,8 @@ def test_painter_learns(tmp_path):
 
 def test_commands_of_the_page(run_flow, tmp_path, monkeypatch):
     """The commands for the toy, made small: the painter begins with the very adapter that the AR run leaves."""
-    (tmp_path / "even.py").write_text((HERE / "even.py").read_text())
-    block, = re.findall(r"```bash\nawk .*?\n(.*?)```", PAGE, re.DOTALL)
+    Path(".github").symlink_to(HERE)
+    block, = re.findall(r"```bash\ncp \.github/flow\.py \.\n(.*?)```", PAGE, re.DOTALL)
     block = block.replace("\\\n", " ")  # a command may go on in the next line
     ar, painter = (line.partition(" --")[2] for line in block.splitlines())
     folder, = re.findall(r"^AR_ADAPTER=(\S+) python flow.py ", block, re.MULTILINE)
@@ -294,7 +283,7 @@ def test_commands_of_the_page(run_flow, tmp_path, monkeypatch):
     monkeypatch.setenv("AR_ADAPTER", folder)
     run_flow(f"--{painter} {small} --steps 1")
     row, = map(json.loads, Path("runs/painter/metrics.jsonl").read_text().splitlines())
-    assert 0 < row["reward/even.py:even"] < 1 and row["sampler_gap_max"] == 0
+    assert 0 < row["reward/.github/even.py:even"] < 1 and row["sampler_gap_max"] == 0
 
 def test_flags_of_the_page():
     """Every flag of every command and sentence is one of grpo.py, and the real commands are understood."""

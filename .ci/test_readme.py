@@ -1,7 +1,9 @@
 """Tests of README.md and .github/figures.md: their code and commands are run, what they say of grpo.py is true, and
 the links of all pages hold."""
-import dataclasses, json, logging, re, subprocess, sys, warnings
+import dataclasses, json, logging, os, re, subprocess, sys, warnings
 from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(HERE), str(HERE / ".ci")]
@@ -12,7 +14,7 @@ from PIL import Image
 
 import grpo, measure, test_grpo
 from test_grpo import QUICK, SMALL, WRAPPER, command, finished, first_command, make_config, make_wrapper, rows_of, run
-from test_pages import code_of, load_module, table
+from test_pages import FILES, code_of, load_module, table
 
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
 pytestmark = pytest.mark.readme
@@ -89,7 +91,7 @@ def test_all_flags_are_told_with_their_defaults():
                 assert type(default)(value) == default, flag
 
 # --- Commands and blocks of code -----------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["README.md", ".github/figures.md"])
+@pytest.mark.parametrize("name", ["README.md"])
 def test_the_command_that_writes_the_files(tmp_path, name):
     """It writes each block of Python of its page into the file that its first line names, and no other."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -173,7 +175,7 @@ def test_ends_and_the_curve(finished, tmp_path, monkeypatch, capsys):
     """What ends.py prints of a run is the means of its ends; curve.py draws each run that is named."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["ends.py", str(finished)])
-    load_module(code_of(FIGURES, "ends.py"), "ends")
+    load_module(FILES["ends.py"], "ends")
     rewards = [row["reward"] for row in rows_of(finished)]
     line = f"reward: first five steps {np.mean(rewards[:5]):.3f}, last five {np.mean(rewards[-5:]):.3f}"
     printed = capsys.readouterr().out.splitlines()
@@ -181,10 +183,22 @@ def test_ends_and_the_curve(finished, tmp_path, monkeypatch, capsys):
     matplotlib = pytest.importorskip("matplotlib", reason="pip install matplotlib")
     matplotlib.use("agg")
     monkeypatch.setattr(sys, "argv", ["curve.py", str(finished), str(finished)])
-    curve = load_module(code_of(FIGURES, "curve.py"), "curve")
+    curve = load_module(FILES["curve.py"], "curve")
     lines = curve.plt.gca().lines
     assert [list(line.get_ydata()) for line in lines] == [rewards, rewards]
     assert Image.open("curve.png").size == Image.open(HERE / ".github/curve.png").size
+
+def test_ends_of_a_run_with_another_reward(tmp_path, monkeypatch, capsys):
+    """After a resume with another reward rows have other keys, which was a KeyError: each mean is over the rows that have it."""
+    rows = [dict(step=step, reward=step, reward_std=0) | {"reward/old" if step < 3 else "reward/new": step * 10}
+            for step in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(sys, "argv", ["ends.py", str(tmp_path)])
+    load_module(FILES["ends.py"], "ends")
+    assert capsys.readouterr().out.splitlines() == [
+        "reward: first five steps 3.000, last five 6.000",
+        "reward/old: first five steps 15.000, last five 15.000",
+        "reward/new: first five steps 50.000, last five 60.000"]
 
 def test_changes_of_the_readme(tmp_path):
     """Its diffs fit grpo.py as it is; with both, GSPO's ratio is the geometric mean of a row, and the hook is called."""
