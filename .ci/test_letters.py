@@ -105,7 +105,7 @@ def test_it_learns(tmp_path):
     shutil.copytree(ROOT / ".github", tmp_path / ".github")
     for name in ("grpo.py", "prompts.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    block, = re.findall(r"^```bash\npip install .*\n(.*?)python honesty.py\n```", PAGE, re.DOTALL | re.MULTILINE)
+    block, = re.findall(r"^```bash\npip install [^\n]*\n(.*?)python honesty.py\n```", PAGE, re.DOTALL | re.MULTILINE)
     commands = block.replace("--out", "--seed 5 --steps 16 --out").replace("python ", f"{sys.executable} ")
     output = subprocess.run(f"set -e\n{commands}", shell=True, check=True, capture_output=True, text=True, cwd=tmp_path,
                             env=os.environ | dict(OMP_NUM_THREADS="1")).stdout

@@ -191,7 +191,8 @@ def test_ocr_scores_of_words_txt(gallery, reads, tmp_path):
         wrong.append(word[:i] + letter + word[i + 1:])
     drawn = words, wrong, words[1:] + words[:1]
     measured = [np.mean(gallery.ocr([draw(text, size=40) for text in texts], prompts)) for texts in drawn]
-    told = re.search(r"the score is (\S*) for the right words, (\S*) on average .*? and (\S*) with", " ".join(REWARDS.split()))
+    flat = " ".join(REWARDS.split())
+    told = re.search(r"the score is (\S*) for the right words, (\S*) on average .*? and (\S*) with", flat)
     assert [f"{score:.2f}" for score in measured] == list(told.groups())
 
 def test_ocr_without_quotes(gallery, monkeypatch):

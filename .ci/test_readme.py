@@ -189,7 +189,7 @@ def test_ends_and_the_curve(finished, tmp_path, monkeypatch, capsys):
     assert Image.open("curve.png").size == Image.open(HERE / ".github/curve.png").size
 
 def test_ends_of_a_run_with_another_reward(tmp_path, monkeypatch, capsys):
-    """After a resume with another reward rows have other keys, which was a KeyError: each mean is over the rows that have it."""
+    """After a resume with another reward rows have other keys, which was a KeyError. A mean is over the rows that have it."""
     rows = [dict(step=step, reward=step, reward_std=0) | {"reward/old" if step < 3 else "reward/new": step * 10}
             for step in range(1, 9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
