@@ -9,8 +9,9 @@ each such step has a log-prob, that of a Gaussian.
 
 Axes: N = P * G samples, B of them in a micro-batch; W steps with noise; latents [C, h, w].
 """
-import math, os
-import safetensors.torch, torch
+import json, math, os
+from pathlib import Path
+import torch
 import numpy as np
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
 import grpo
@@ -34,7 +35,22 @@ def score(latents, mean, std):
     """Log-prob of a step [B], a mean over pixels: with their sum any ratio is 0 or infinite."""
     return torch.distributions.Normal(mean, std).log_prob(latents).mean(dim=(1, 2, 3))
 
-load_ar = grpo.GLMImageWrapper.from_pretrained  # before the last lines put Painter's in its place
+parse_args = grpo.parse_args  # before the last lines put others in the place of these two
+load_ar = grpo.GLMImageWrapper.from_pretrained
+
+def parse_and_check(argv=None):
+    """`main` prints these refusals in one line, before a model is loaded."""
+    config = parse_args(argv)
+    if config.decode_steps < WINDOW:
+        raise ValueError(f"--decode-steps must be at least {WINDOW}, the steps with noise")
+    if config.kl_coef > 0:
+        raise ValueError("--kl-coef must be 0: k3 of a mean over pixels is next to nothing")
+    if AR_ADAPTER:
+        read_rank(AR_ADAPTER)  # is there such an adapter?
+    return config
+
+def read_rank(folder):
+    return json.loads(Path(folder, "adapter_config.json").read_text())["r"]
 
 class Painter:
     """What the trainer needs of a model (see GLMImageWrapper), with the DiT as policy. Its `tokens`
@@ -55,16 +71,9 @@ class Painter:
 
     @classmethod
     def from_pretrained(cls, path, config):
-        if config.decode_steps < WINDOW:
-            raise ValueError(f"--decode-steps must be at least {WINDOW}, the steps with noise")
-        if config.kl_coef > 0:
-            raise ValueError("--kl-coef must be 0: k3 of a mean over pixels is next to nothing")
         ar = load_ar(path, config)
         if AR_ADAPTER:
-            trained = safetensors.torch.load_file(f"{AR_ADAPTER}/adapter_model.safetensors")
-            rank = min(len(weight) for weight in trained.values())  # that of A, [rank, in]
-            for name, weight in grpo.LoRA(ar.policy, ar.TARGETS, rank).weights.items():
-                weight.requires_grad_(False).copy_(trained[name])
+            grpo.LoRA(ar.policy, ar.TARGETS, read_rank(AR_ADAPTER)).load(AR_ADAPTER)
         return cls(ar)
 
     def set_schedule(self):
@@ -107,7 +116,7 @@ class Painter:
         """P prompts, a seed for each group -> latents, logprobs [N, W], what they come from. All of
         a group have their codes and first noise in common: rewards differ by the painting alone."""
         tokens, _, _ = self.ar.sample(prompts, 1, seeds)
-        self.ar.move_to_gpu(self.ar.dit_half)
+        self.ar.halves.move_to_gpu(self.ar.halves.dit)
         h = self.config.height // 32
         w = self.config.width // 32
         large = tokens[:, -h * w:].view(-1, h, w)  # without the draft, which is not painted
@@ -154,7 +163,7 @@ class Painter:
 
     def compute_logprobs(self, prompts, tokens, given):
         """The steps with noise once more -> log-probs with a gradient, entropy [B, W]."""
-        self.ar.move_to_gpu(self.ar.dit_half)
+        self.ar.halves.move_to_gpu(self.ar.halves.dit)
         text = self.pipe.encode_prompt(prompts[0], self.config.guidance > 1)
         start = given[0, 0].item()
         codes = given[:, 1:]
@@ -168,7 +177,7 @@ class Painter:
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
         """Only the VAE is left to do."""
-        self.ar.move_to_gpu(self.ar.dit_half)
+        self.ar.halves.move_to_gpu(self.ar.halves.dit)
         vae = self.pipe.vae
         images = []
         for latents in tokens[:, -1:]:
@@ -188,5 +197,6 @@ class Painter:
         return dict(images=images, tokens=path, logprobs=logprobs, nuclei=given)
 
 if __name__ == "__main__":
+    grpo.parse_args = parse_and_check
     grpo.GLMImageWrapper.from_pretrained = Painter.from_pretrained
     grpo.main()

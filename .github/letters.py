@@ -46,7 +46,7 @@ def make_models():
 
 def fit_policy(wrapper, enough=0.35, B=16):
     """To copy words of random letters, until right letters have this chance on average."""
-    optimizer = torch.optim.Adam(wrapper.ar_half.requires_grad_().parameters(), 3e-3)
+    optimizer = torch.optim.Adam(wrapper.halves.ar.requires_grad_().parameters(), 3e-3)
     chance = 0.0
     while chance < enough:
         codes = torch.randint(len(ALPHABET), (B, SIZE))
@@ -64,7 +64,7 @@ def fit_painter(wrapper, steps=400, B=8):
     paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # the pipeline without its no_grad
     letters = 2 * grpo.pil_to_tensor(list(map(draw_letter, string.ascii_uppercase + " "))) - 1
     glyphs, _ = pipe.encode_prompt("", False)  # of no letter, as in every other call
-    optimizer = torch.optim.Adam(wrapper.dit_half.requires_grad_().parameters())
+    optimizer = torch.optim.Adam(wrapper.halves.dit.requires_grad_().parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-2, total_steps=steps)
     for _ in grpo.progress(range(steps), "fit"):
         codes = torch.randint(len(ALPHABET), (B, 1, SIZE))
@@ -100,16 +100,15 @@ def score_kept_out(wrapper):
     return sum(ocr(images, prompts)) / len(prompts)
 
 if __name__ == "__main__":
-    grpo.TINY |= dict(reward="ocr", steps=120, group_size=8, width=32 * SIZE, height=32)
-    grpo.REWARDS["ocr"] = ocr
-    config, *_ = grpo.prepare(["--model", "tiny", *sys.argv[1:]])
+    grpo.TINY |= dict(steps=120, group_size=8, width=32 * SIZE, height=32)
+    config = grpo.parse_args(["--model", "tiny", *sys.argv[1:]])
     torch.set_num_threads(1)  # more are slower
     torch.manual_seed(config.seed)
     wrapper = grpo.GLMImageWrapper(make_models(), config)
     fit_policy(wrapper)
     fit_painter(wrapper)
     wrapper = grpo.GLMImageWrapper(wrapper.pipe, config)  # which freezes all weights again
-    trainer = grpo.GRPOTrainer(config, wrapper, make_prompts(WORDS))
+    trainer = grpo.GRPOTrainer(config, wrapper, make_prompts(WORDS), {"ocr": (ocr, 1.0)})
     print(f"files: {config.out}, kept-out words: {score_kept_out(wrapper):.3f}")
     trainer.train()
     print(f"kept-out words: {score_kept_out(wrapper):.3f}")

@@ -99,16 +99,6 @@ def jpeg(images, prompts, targets=None):
         scores.append(1 - file.tell() / (3 * image.width * image.height))
     return scores
 
-def sharpness(images, prompts, targets=None):
-    """How much neighbouring pixels differ; it shows best how rewards are hacked."""
-    scores = []
-    for image in images:
-        pixels = pil_to_tensor([image])  # [1, 3, H, W]
-        down = pixels.diff(dim=2).abs().mean()
-        right = pixels.diff(dim=3).abs().mean()
-        scores.append((down + right).item())
-    return scores
-
 def ssim(images, prompts, targets):
     """Is it near its target? Structural similarity as Wang (2004) has it, with Gaussian windows of
     11 x 11; 1 where both are equal. pip install scikit-image"""
