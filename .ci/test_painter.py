@@ -13,7 +13,7 @@ HERE = ROOT / ".github"
 sys.path[:0] = [str(HERE), str(ROOT)]
 import flow, grpo
 torch.set_num_threads(1)
-QUICK = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)  # the toy with random weights
+QUICK = functools.partial(grpo.make_tiny_pipeline, fit_steps=0)  # the toy with random weights
 
 def make_wrapper(**settings):
     """The toy of random weights: 64 wide and 128 high, a draft of 2 x 2 tokens and then 4 x 2."""
@@ -34,24 +34,24 @@ def perturb(lora):
 
 def hide_weights(wrapper):
     """Weights become NaN but in the half that works, as if they were elsewhere -> the phases."""
+    halves = wrapper.halves
     phases = []
     homes = {half: [(weight, weight.data) for weight in (*half.parameters(), *half.buffers())]
-             for half in (wrapper.ar_half, wrapper.dit_half)}
+             for half in (halves.ar, halves.dit)}
 
-    def hide(halves):
-        for half in halves:
+    def hide(hidden):
+        for half in hidden:
             for weight, home in homes[half]:
                 weight.data = home * math.nan
 
     def move_to_gpu(half):
         for weight, home in homes[half]:
             weight.data = home
-        type(wrapper).move_to_gpu(wrapper, half)
-        phases.append("ar" if half is wrapper.ar_half else "dit")
+        phases.append("ar" if half is halves.ar else "dit")
         hide(homes.keys() - {half})
 
     hide(homes)
-    wrapper.move_to_gpu = move_to_gpu
+    halves.move_to_gpu = move_to_gpu
     return phases
 
 # --- The painter -------------------------------------------------------------------------------------------
@@ -145,9 +145,9 @@ def test_painter_works_where_its_weights_are():
         painter = make_painter(guidance=1.5, offload="on")
         phases = hide_weights(painter.ar) if hide else []
         samples = painter.sample(QUOTED, 2, [1, 2])
-        painter.ar.move_to_gpu(painter.ar.ar_half)  # so that each phase has to ask for its own
+        painter.ar.halves.move_to_gpu(painter.ar.halves.ar)  # so that each phase has to ask for its own
         images = painter.decode(QUOTED, samples[0], [1, 2])
-        painter.ar.move_to_gpu(painter.ar.ar_half)
+        painter.ar.halves.move_to_gpu(painter.ar.halves.ar)
         logprobs, _ = painter.compute_logprobs(QUOTED[:1], samples[0][:1], samples[2][:1])
         results.append([*samples, grpo.pil_to_tensor(images), logprobs])
     assert phases == ["ar", "dit"] * 3
@@ -230,22 +230,30 @@ def run_flow(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
     Path("p.txt").write_text("a red fox\ngreen\n")
     as_it_was = vars(grpo.GLMImageWrapper)["from_pretrained"]
+    parse_args = grpo.parse_args
 
     def run(flags):
         monkeypatch.setattr(sys, "argv", ["flow.py", *flags.split()])
         monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", as_it_was)
+        monkeypatch.setattr(grpo, "parse_args", parse_args)
         runpy.run_path(str(HERE / "flow.py"), run_name="__main__")
 
     return run
 
 FLOW = "--model tiny --width 64 --height 64 --prompts p.txt --batch-size 2 --decode-steps 4 --kl-coef 0 "
 
-@pytest.mark.parametrize("flag, value", [("--kl-coef", 0.01), ("--decode-steps", 1)])
-def test_settings_that_the_painter_refuses(run_flow, monkeypatch, flag, value):
-    """A KL that does nothing, steps that are not there: said before a model is loaded, and nothing is written."""
+@pytest.mark.parametrize("flags, message", [
+    ("--kl-coef 0.01", "--kl-coef must be 0"), ("--decode-steps 1", "--decode-steps must be at least 2"),
+    ("", "No such file or directory: 'no/adapter_config.json'")])
+def test_settings_that_the_painter_refuses(run_flow, monkeypatch, capsys, flags, message):
+    """A KL that does nothing, steps or adapters that are not there: one line, before a model is loaded, and no file."""
     monkeypatch.setattr(grpo, "make_tiny_pipeline", None)
-    with pytest.raises(ValueError, match=f"^{flag} must be "):
-        run_flow(f"{FLOW} {flag} {value} --out refused")
+    if not flags:
+        monkeypatch.setenv("AR_ADAPTER", "no")
+    with pytest.raises(SystemExit, match="2"):
+        run_flow(f"{FLOW} {flags} --out refused")
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("grpo.py: error: ") and message in line
     assert not Path("refused").exists()
 
 def test_painter_resumed_is_undisturbed(run_flow):
@@ -287,7 +295,7 @@ def test_commands_of_the_page(run_flow, tmp_path, monkeypatch):
 
 def test_flags_of_the_page():
     """Every flag of every command and sentence is one of grpo.py, and the real commands are understood."""
-    known = {"--" + name.replace("_", "-") for name in grpo.Config.__dataclass_fields__}
+    known = {"--" + name.replace("_", "-") for name in grpo.Config.__dataclass_fields__} | {"--resume"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known
     lines = re.findall(r"(?:grpo|flow)\.py (--.*GLM-Image .*)", PAGE.replace("\\\n", " "))
     assert len(lines) == 2
