@@ -1,4 +1,4 @@
-"""A reward to begin with: how much neighbouring pixels differ. It also shows how rewards are hacked.
+"""A reward to begin with: how much neighbouring pixels differ. It shows how rewards are hacked.
 
     python grpo.py --model tiny --steps 5 --reward .github/sharp.py:sharpness=5,color=1"""
 from grpo import pil_to_tensor
