@@ -225,14 +225,17 @@ def once(function):
 
 def test_the_other_measurements_run(monkeypatch, capsys):
     """bench, ablate and depth, on small models: they run, and have the rows that the page shows."""
-    monkeypatch.setattr(measure, "make_real", lambda device: QUICK(0))
+    monkeypatch.setattr(measure, "make_real", None)
     monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: QUICK(seed))
     monkeypatch.setattr(grpo, "TINY", grpo.TINY | dict(width=64, height=64, steps=5))
     monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.ERROR)
     monkeypatch.setattr(measure, "stock_seconds", once(measure.stock_seconds))
     line, = re.findall(r"^python \.ci/measure\.py bench (--model random.*)", FIGURES, re.MULTILINE)
-    small = "--width 64 --height 64 --guidance 1 --decode-steps 1"
-    measure.bench([*line.split(), *small.split()])
+    with pytest.raises(SystemExit, match="2"):
+        measure.bench(line.split())  # whose weights would fill the host
+    assert "it needs a GPU" in capsys.readouterr().err
+    line = line.replace("random", "tiny").replace("512", "64")
+    measure.bench([*line.split(), *"--guidance 1 --decode-steps 1".split()])
     names = list(measure.ABLATIONS)
     assert names == [row[0] for row in table(FIGURES, "| | seed 0 |")]
     for name in names[3:]:
@@ -310,7 +313,14 @@ def test_the_table_of_memory(counted):
     printed, _ = counted.communicate(timeout=600)
     assert counted.returncode == 0
     rows = table(FIGURES, "| size | prompts x group |")
-    assert re.findall(r"^\| \d.*", printed, re.MULTILINE) == [f"| {' | '.join(row)} |" for row in rows]
+    rows_of_kernels = table(FIGURES, "| one more token |")
+    told = [f"| {' | '.join(row)} |" for row in [*rows, *rows_of_kernels]]
+    assert re.findall(r"^\| \d.*", printed, re.MULTILINE) == told
+    (per_token, *_), = rows_of_kernels
+    sample, *_ = table(FIGURES, "| seconds | at 512 |")
+    milliseconds = round(7e-3 * int(per_token.replace(",", "")))
+    assert sample[1:3] == [f"{T * milliseconds / 1000:.0f}" for T in (512, 1280)]
+    assert f"tokens of {milliseconds} ms: {per_token} kernels" in sample[3]
     head = printed.split("\n")[0]
     for number in ("16.6", "14.1", "32.9", "37.5"):
         assert number in head and number in FIGURES
