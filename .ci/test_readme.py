@@ -12,8 +12,8 @@ import pytest, torch
 import numpy as np
 from PIL import Image
 
-import grpo, measure, test_grpo
-from test_grpo import QUICK, SMALL, WRAPPER, command, finished, first_command, make_config, make_wrapper, rows_of, run
+import grpo, measure
+from test_grpo import ENV, PIPES, QUICK, SMALL, WRAPPER, command, finished, make_config, make_wrapper, rows_of
 from test_pages import FILES, load_module, price, table
 
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
@@ -121,7 +121,7 @@ def test_own_reward_of_the_readme(tmp_path, command):
     noise = np.random.default_rng(0).integers(255, size=(40, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save("good.png")
     Image.new("RGB", (64, 40), "red").save("bad.png")
-    env = test_grpo.ENV | dict(PYTHONPATH=str(HERE))
+    env = ENV | dict(PYTHONPATH=str(HERE))
     printed = subprocess.check_output(line, shell=True, text=True, env=env)
     good, bad = json.loads(printed)
     assert good > 0 == bad
@@ -254,6 +254,26 @@ def test_the_other_measurements_run(monkeypatch, capsys):
 
 # --- The log -------------------------------------------------------------------------------------------------
 # The log and the memory come last: what they wait for runs beside the tests before them.
+@pytest.fixture(scope="session", autouse=True)
+def started(request, tmp_path_factory):
+    """The README's first command, with every default: it runs beside all tests before those that look at it."""
+    if not any("run" in item.fixturenames for item in request.session.items):
+        yield
+        return
+    line, = re.findall(r"^python (grpo\.py .*)", README.split("```bash")[1], re.MULTILINE)
+    folder = tmp_path_factory.mktemp("first")
+    argv = [sys.executable, *line.replace("grpo.py", f"{HERE}/grpo.py").split(), "--model", "tiny", "--out", "out"]
+    with subprocess.Popen(argv, cwd=folder, env=ENV, **PIPES) as process:
+        yield process, folder / "out"
+        process.kill()
+
+@pytest.fixture(scope="session")
+def run(started):
+    process, out = started
+    printed, error = process.communicate(timeout=300)
+    assert process.returncode == 0 and not error, error
+    return out, printed
+
 # Tolerances: step 1 of another processor differs by the tokens that rounding changes, a few of 640, and by the toy's fit.
 # By step 40 the runs are as far apart as two seeds are, whose rewards differ by 0.02 (the std over five seeds).
 TOLERANCES = {"reward": (0.02, 0.06), "reward_std": (0.03, 0.03), "kl": (1e-9, 0.7), "entropy": (0.3, 0.4)}
@@ -304,7 +324,7 @@ def counted(request):
         yield
         return
     argv = [sys.executable, HERE / ".ci/measure.py", "memory"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=test_grpo.ENV) as process:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=ENV) as process:
         yield process
         process.kill()
 
