@@ -1,5 +1,5 @@
 """Tests of .github/letters.md: its letters.py learns to spell, by what RapidOCR reads and by nothing else. No network."""
-import json, os, re, socket, subprocess, sys, tempfile
+import json, os, re, runpy, shutil, socket, subprocess, sys
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
@@ -12,12 +12,7 @@ for package in ("rapidocr", "onnxruntime"):
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / ".github/letters.md").read_text()
-HERE = Path(tempfile.mkdtemp())  # the blocks of code of the page, as the page's own command writes them
-(HERE / ".github").mkdir()
-(HERE / ".github/letters.md").write_text(PAGE)
-WRITE, = re.findall(r"^awk .*", PAGE, re.MULTILINE)
-subprocess.run(WRITE, shell=True, check=True, cwd=HERE)
-sys.path[:0] = [str(HERE), str(ROOT)]
+sys.path[:0] = [str(ROOT / ".github"), str(ROOT)]
 import grpo, letters
 torch.set_num_threads(1)
 
@@ -44,11 +39,6 @@ def offline(monkeypatch):
     """Nothing that a test reads may come from the network."""
     monkeypatch.setattr(socket.socket, "connect", None)
     monkeypatch.setattr(socket, "getaddrinfo", None)
-
-def test_length():
-    """A page that says 110 lines at most, while the file grows, promises what is no longer so."""
-    lines = (HERE / "letters.py").read_text().splitlines()
-    assert len(lines) <= 110 and max(map(len, lines)) <= 100
 
 def test_words():
     """A kept-out word that is also trained, or a word too long to be drawn, would make the table a lie."""
@@ -97,12 +87,30 @@ def test_network_corrects_no_spelling(offline):
     for word in misspelt:
         assert letters.compare(word, letters.read(draw(word))) == 1, word
 
+def test_honesty(monkeypatch, offline, capsys):
+    """honesty.py measures what the page's table has: of a few words, squares are read as they are drawn."""
+    monkeypatch.setattr(letters, "WORDS", "cat moon queen")
+    monkeypatch.setattr(letters, "KEPT_OUT", "cow tea")
+    runpy.run_path(str(ROOT / ".github/honesty.py"), run_name="__main__")
+    rows = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    told = re.findall(r"^\| ((?:the|one|two|another|random) \w+ ?\w*) \|", PAGE, re.MULTILINE)
+    assert len(rows) == 20 and [row[0] for row in rows[2:7]] == told
+    for row in rows[2:7]:
+        reward, perfect, as_drawn, _ = row[1].split()
+        assert reward == perfect and as_drawn == "1.000", row
+
 def test_it_learns(tmp_path):
-    """The fit, the reward or the trainer is broken if the reward does not rise, or stays where it was."""
-    command = [sys.executable, HERE / "letters.py", "--seed", "5", "--steps", "16", "--out", tmp_path / "run"]
-    paths = dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    output = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | paths).stdout
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    """By the page's own commands, up to the picture. The fit, the reward or the trainer is broken if the reward does not
+    rise, or stays where it was."""
+    shutil.copytree(ROOT / ".github", tmp_path / ".github")
+    for name in ("grpo.py", "prompts.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    block, = re.findall(r"^```bash\npip install [^\n]*\n(.*?)python honesty.py\n```", PAGE, re.DOTALL | re.MULTILINE)
+    commands = block.replace("--out", "--seed 5 --steps 16 --out").replace("python ", f"{sys.executable} ")
+    output = subprocess.run(f"set -e\n{commands}", shell=True, check=True, capture_output=True, text=True, cwd=tmp_path,
+                            env=os.environ | dict(OMP_NUM_THREADS="1")).stdout
+    assert Image.open(tmp_path / "letters.png").width > 4 * 32 * letters.SIZE
+    rows = [json.loads(line) for line in (tmp_path / "runs/letters/metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[:4]) / 4 < 0.6
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1

@@ -1,5 +1,5 @@
 """Tests of .github/painter.md: its flow.py, identities mostly, on a toy of random weights. No network, no GPU."""
-import functools, json, math, os, re, runpy, subprocess, sys, tempfile
+import functools, json, math, os, re, runpy, sys
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
@@ -9,16 +9,11 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / ".github/painter.md").read_text()
-HERE = Path(tempfile.mkdtemp())  # the blocks of code of the page, as the page's own command writes them
-(HERE / ".github").mkdir()
-(HERE / ".github/painter.md").write_text(PAGE)
-WRITE, = re.findall(r"^awk .*", PAGE, re.MULTILINE)
-for _ in range(2):  # again: it overwrites
-    subprocess.run(WRITE, shell=True, check=True, cwd=HERE)
+HERE = ROOT / ".github"
 sys.path[:0] = [str(HERE), str(ROOT)]
 import flow, grpo
 torch.set_num_threads(1)
-QUICK = functools.partial(grpo.make_tiny_pipeline, warmup_steps=0)  # the toy with random weights
+QUICK = functools.partial(grpo.make_tiny_pipeline, fit_steps=0)  # the toy with random weights
 
 def make_wrapper(**settings):
     """The toy of random weights: 64 wide and 128 high, a draft of 2 x 2 tokens and then 4 x 2."""
@@ -39,33 +34,27 @@ def perturb(lora):
 
 def hide_weights(wrapper):
     """Weights become NaN but in the half that works, as if they were elsewhere -> the phases."""
+    halves = wrapper.halves
     phases = []
     homes = {half: [(weight, weight.data) for weight in (*half.parameters(), *half.buffers())]
-             for half in (wrapper.ar_half, wrapper.dit_half)}
+             for half in (halves.ar, halves.dit)}
 
-    def hide(halves):
-        for half in halves:
+    def hide(hidden):
+        for half in hidden:
             for weight, home in homes[half]:
                 weight.data = home * math.nan
 
     def move_to_gpu(half):
         for weight, home in homes[half]:
             weight.data = home
-        type(wrapper).move_to_gpu(wrapper, half)
-        phases.append("ar" if half is wrapper.ar_half else "dit")
+        phases.append("ar" if half is halves.ar else "dit")
         hide(homes.keys() - {half})
 
     hide(homes)
-    wrapper.move_to_gpu = move_to_gpu
+    halves.move_to_gpu = move_to_gpu
     return phases
 
 # --- The painter -------------------------------------------------------------------------------------------
-def test_the_command_that_writes_the_files():
-    """It writes each block of Python into the file that its first line names, and no other."""
-    blocks = re.findall(r"^```python\n(# (\S+)\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    files = {path.name: path.read_text() for path in HERE.glob("*.py")}
-    assert files == {name: code for code, name in blocks} and "flow.py" in files
-
 QUOTED = ['a red fox that says "STOP HERE"', "yellow"]  # of the second no word is to be painted
 
 def shift_sigmas(pipe):
@@ -156,9 +145,9 @@ def test_painter_works_where_its_weights_are():
         painter = make_painter(guidance=1.5, offload="on")
         phases = hide_weights(painter.ar) if hide else []
         samples = painter.sample(QUOTED, 2, [1, 2])
-        painter.ar.move_to_gpu(painter.ar.ar_half)  # so that each phase has to ask for its own
+        painter.ar.halves.move_to_gpu(painter.ar.halves.ar)  # so that each phase has to ask for its own
         images = painter.decode(QUOTED, samples[0], [1, 2])
-        painter.ar.move_to_gpu(painter.ar.ar_half)
+        painter.ar.halves.move_to_gpu(painter.ar.halves.ar)
         logprobs, _ = painter.compute_logprobs(QUOTED[:1], samples[0][:1], samples[2][:1])
         results.append([*samples, grpo.pil_to_tensor(images), logprobs])
     assert phases == ["ar", "dit"] * 3
@@ -241,22 +230,30 @@ def run_flow(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
     Path("p.txt").write_text("a red fox\ngreen\n")
     as_it_was = vars(grpo.GLMImageWrapper)["from_pretrained"]
+    parse_args = grpo.parse_args
 
     def run(flags):
         monkeypatch.setattr(sys, "argv", ["flow.py", *flags.split()])
         monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", as_it_was)
+        monkeypatch.setattr(grpo, "parse_args", parse_args)
         runpy.run_path(str(HERE / "flow.py"), run_name="__main__")
 
     return run
 
 FLOW = "--model tiny --width 64 --height 64 --prompts p.txt --batch-size 2 --decode-steps 4 --kl-coef 0 "
 
-@pytest.mark.parametrize("flag, value", [("--kl-coef", 0.01), ("--decode-steps", 1)])
-def test_settings_that_the_painter_refuses(run_flow, monkeypatch, flag, value):
-    """A KL that does nothing, steps that are not there: said before a model is loaded, and nothing is written."""
+@pytest.mark.parametrize("flags, message", [
+    ("--kl-coef 0.01", "--kl-coef must be 0"), ("--decode-steps 1", "--decode-steps must be at least 2"),
+    ("", "No such file or directory: 'no/adapter_config.json'")])
+def test_settings_that_the_painter_refuses(run_flow, monkeypatch, capsys, flags, message):
+    """A KL that does nothing, steps or adapters that are not there: one line, before a model is loaded, and no file."""
     monkeypatch.setattr(grpo, "make_tiny_pipeline", None)
-    with pytest.raises(ValueError, match=f"^{flag} must be "):
-        run_flow(f"{FLOW} {flag} {value} --out refused")
+    if not flags:
+        monkeypatch.setenv("AR_ADAPTER", "no")
+    with pytest.raises(SystemExit, match="2"):
+        run_flow(f"{FLOW} {flags} --out refused")
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("grpo.py: error: ") and message in line
     assert not Path("refused").exists()
 
 def test_painter_resumed_is_undisturbed(run_flow):
@@ -283,8 +280,8 @@ def test_painter_learns(tmp_path):
 
 def test_commands_of_the_page(run_flow, tmp_path, monkeypatch):
     """The commands for the toy, made small: the painter begins with the very adapter that the AR run leaves."""
-    (tmp_path / "even.py").write_text((HERE / "even.py").read_text())
-    block, = re.findall(r"```bash\nawk .*?\n(.*?)```", PAGE, re.DOTALL)
+    Path(".github").symlink_to(HERE)
+    block, = re.findall(r"```bash\ncp \.github/flow\.py \.\n(.*?)```", PAGE, re.DOTALL)
     block = block.replace("\\\n", " ")  # a command may go on in the next line
     ar, painter = (line.partition(" --")[2] for line in block.splitlines())
     folder, = re.findall(r"^AR_ADAPTER=(\S+) python flow.py ", block, re.MULTILINE)
@@ -294,11 +291,11 @@ def test_commands_of_the_page(run_flow, tmp_path, monkeypatch):
     monkeypatch.setenv("AR_ADAPTER", folder)
     run_flow(f"--{painter} {small} --steps 1")
     row, = map(json.loads, Path("runs/painter/metrics.jsonl").read_text().splitlines())
-    assert 0 < row["reward/even.py:even"] < 1 and row["sampler_gap_max"] == 0
+    assert 0 < row["reward/.github/even.py:even"] < 1 and row["sampler_gap_max"] == 0
 
 def test_flags_of_the_page():
     """Every flag of every command and sentence is one of grpo.py, and the real commands are understood."""
-    known = {"--" + name.replace("_", "-") for name in grpo.Config.__dataclass_fields__}
+    known = {"--" + name.replace("_", "-") for name in grpo.Config.__dataclass_fields__} | {"--resume"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known
     lines = re.findall(r"(?:grpo|flow)\.py (--.*GLM-Image .*)", PAGE.replace("\\\n", " "))
     assert len(lines) == 2

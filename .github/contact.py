@@ -1,0 +1,43 @@
+"""Before and after: the first and the last pictures of a run on one sheet, with a word above each.
+
+    python .github/contact.py runs/mine sheet.png
+    python .github/contact.py runs/letters letters.png cat moon queen jazz apple fox house zebra
+
+Without words these are the colours that the first eight lines of prompts.txt name."""
+import re, sys
+from pathlib import Path
+from PIL import Image, ImageDraw, ImageFont
+
+WIDTH = 1200  # of the sheet; GitHub shows it 900 wide
+LEFT = 96  # for "before" and "after"
+GAP = 10  # between pictures
+LINE = 40  # a line of words
+COLORS = r"\b(red|orange|yellow|green|blue|purple|white|black)\b"
+
+folder, sheet_name, *words = sys.argv[1:]
+if not words:
+    prompts = [line for line in open("prompts.txt") if line.strip() and line[0] != "#"]
+    words = [re.search(COLORS, prompt.lower())[0] for prompt in prompts[:8]]
+samples = sorted(Path(folder).glob("samples_*.png"))
+strips = [Image.open(samples[0]), Image.open(samples[-1])]  # the pictures, side by side
+w = strips[0].width // len(words)
+h = strips[0].height
+columns = 8 if w < 2 * h else 4  # wide pictures fill two rows
+W = (WIDTH - LEFT) // columns - GAP
+H = W * h // w
+block = LINE + 2 * (H + GAP) + GAP  # words, a row before, a row after
+sheet = Image.new("RGB", (WIDTH, len(words) // columns * block), "white")
+draw = ImageDraw.Draw(sheet)
+font = ImageFont.load_default(size=25)
+for i, word in enumerate(words):
+    x = LEFT + i % columns * (W + GAP)
+    top = i // columns * block
+    draw.text((x + W / 2, top + LINE / 2), word, "black", font, anchor="mm")
+    for row, (strip, name) in enumerate(zip(strips, ("before", "after"))):
+        y = top + LINE + row * (H + GAP)
+        picture = strip.crop((i * w, 0, (i + 1) * w, h)).resize((W, H), Image.LANCZOS)
+        sheet.paste(picture, (x, y))
+        draw.rectangle((x - 1, y - 1, x + W, y + H), outline="lightgray")  # of white pictures too
+        if x == LEFT:
+            draw.text((LEFT - 12, y + H / 2), name, "black", font, anchor="rm")
+sheet.save(sheet_name)

@@ -1,0 +1,17 @@
+"""The reward of each step, a curve for each run, into curve.png where the command is typed.
+
+    pip install matplotlib
+    python .github/curve.py runs/seed0 runs/seed1"""
+import json, sys
+import matplotlib.pyplot as plt
+
+plt.figure(figsize=(8, 2.6), layout="constrained")
+for run in sys.argv[1:]:
+    rows = [json.loads(line) for line in open(f"{run}/metrics.jsonl")]
+    steps = [row["step"] for row in rows]
+    rewards = [row["reward"] for row in rows]
+    plt.plot(steps, rewards, label=run)
+plt.xlabel("step")
+plt.ylabel("reward")
+plt.legend()
+plt.savefig("curve.png", dpi=120)

@@ -1,0 +1,202 @@
+"""Flow-GRPO (arXiv 2505.05470): the trainer of grpo.py, with GLM-Image's painter as the policy.
+
+An action is a step of denoising. The pipeline's steps, Euler's, leave nothing to chance. With noise
+in some of them, and a drift that makes up for it, latents of the same distribution come out, and
+each such step has a log-prob, that of a Gaussian.
+
+    cp .github/flow.py .
+    AR_ADAPTER=runs/ar/adapter_00040 python flow.py --model tiny --decode-steps 4 --kl-coef 0
+
+Axes: N = P * G samples, B of them in a micro-batch; W steps with noise; latents [C, h, w].
+"""
+import json, math, os
+from pathlib import Path
+import torch
+import numpy as np
+from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
+import grpo
+from grpo import DEVICE
+
+NOISE_LEVEL = 0.7  # "a" of the paper: how far the pictures of a group differ
+WINDOW = 2  # W: so many steps of a picture have noise and are trained
+AR_ADAPTER = os.environ.get("AR_ADAPTER")  # folder of an adapter for the half that draws, or None
+
+def denoise(latents, velocity, sigma, next_sigma, noise_level):
+    """A step -> mean [B, C, h, w] and std of the next latents. Latents are (1 - sigma) * image +
+    sigma * noise, a velocity is noise - image. At level 0 the mean is Euler's step, the std 0."""
+    dt = next_sigma - sigma  # negative
+    rest = 1 - sigma if sigma < 1 else 1 - next_sigma  # the first sigma is 1: no division by 0
+    scale = noise_level * (sigma / rest) ** 0.5
+    drift = scale**2 / (2 * sigma)
+    mean = latents * (1 + drift * dt) + velocity * (1 + drift * (1 - sigma)) * dt
+    return mean, scale * (-dt) ** 0.5
+
+def score(latents, mean, std):
+    """Log-prob of a step [B], a mean over pixels: with their sum any ratio is 0 or infinite."""
+    return torch.distributions.Normal(mean, std).log_prob(latents).mean(dim=(1, 2, 3))
+
+parse_args = grpo.parse_args  # before the last lines put others in the place of these two
+load_ar = grpo.GLMImageWrapper.from_pretrained
+
+def parse_and_check(argv=None):
+    """`main` prints these refusals in one line, before a model is loaded."""
+    config = parse_args(argv)
+    if config.decode_steps < WINDOW:
+        raise ValueError(f"--decode-steps must be at least {WINDOW}, the steps with noise")
+    if config.kl_coef > 0:
+        raise ValueError("--kl-coef must be 0: k3 of a mean over pixels is next to nothing")
+    if AR_ADAPTER:
+        read_rank(AR_ADAPTER)  # is there such an adapter?
+    return config
+
+def read_rank(folder):
+    return json.loads(Path(folder, "adapter_config.json").read_text())["r"]
+
+class Painter:
+    """What the trainer needs of a model (see GLMImageWrapper), with the DiT as policy. Its `tokens`
+    are latents [N, W + 2, C, h, w]: before the first noise, after each step with noise, finished.
+    In place of nuclei it gives what they come from, `given` [N, 1 + K]: the number of the first
+    step with noise, then the codes."""
+    TARGETS = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
+
+    def __init__(self, ar):
+        self.ar = ar  # the wrapper of grpo.py: it draws, and is frozen
+        self.pipe = ar.pipe
+        self.config = config = ar.config
+        self.policy = ar.pipe.transformer
+        self.policy.enable_gradient_checkpointing()
+        # A micro-batch has one prompt: of two, the DiT would see the padding of the shorter glyphs.
+        config.micro_batch_size = math.gcd(config.micro_batch_size, config.group_size)
+        self.set_schedule()
+
+    @classmethod
+    def from_pretrained(cls, path, config):
+        ar = load_ar(path, config)
+        if AR_ADAPTER:
+            grpo.LoRA(ar.policy, ar.TARGETS, read_rank(AR_ADAPTER)).load(AR_ADAPTER)
+        return cls(ar)
+
+    def set_schedule(self):
+        """Times and sigmas as the pipeline sets them. The trap: for a large image the sigmas, by
+        which latents go, are shifted; the times, which the DiT is told, are not."""
+        scheduler = self.pipe.scheduler
+        own = scheduler.config
+        patches = self.config.height * self.config.width // 256  # of the DiT
+        shift = calculate_shift(patches, own.base_image_seq_len, own.base_shift, own.max_shift)
+        last = own.num_train_timesteps
+        times = np.linspace(last, 1, self.config.decode_steps + 1)[:-1].astype(int)
+        scheduler.set_timesteps(timesteps=times, sigmas=times / last, mu=shift)
+        self.times = scheduler.timesteps.tolist()  # of each step
+        self.sigmas = scheduler.sigmas.tolist()  # before each step, and 0 after the last
+
+    def call_dit(self, latents, i, glyphs, codes, drop):
+        """-> the velocity at step i [B, C, h, w], fp32; drop: as if there were no codes."""
+        B = len(latents)
+        size = torch.tensor([[self.config.height, self.config.width]] * B).to(glyphs)
+        output = self.policy(
+            hidden_states=latents.to(glyphs),
+            encoder_hidden_states=glyphs.repeat(B, 1, 1),
+            prior_token_id=codes,
+            prior_token_drop=torch.full_like(codes, drop).bool(),
+            timestep=torch.full((B,), self.times[i] - 1, device=DEVICE),
+            target_size=size, crop_coords=torch.zeros_like(size))
+        return output.sample.float()
+
+    def predict(self, latents, i, text, codes, noise_level):
+        """Step i of THE policy, one definition for sampler and trainer -> mean, std."""
+        glyphs, no_glyphs = text  # encoded: the letters of words in quotes, to be painted; none
+        velocity = self.call_dit(latents, i, glyphs, codes, drop=False)
+        if self.config.guidance > 1:
+            base = self.call_dit(latents, i, no_glyphs, codes, drop=True)
+            velocity = base + self.config.guidance * (velocity - base)
+        return denoise(latents, velocity, self.sigmas[i], self.sigmas[i + 1], noise_level)
+
+    @torch.no_grad()
+    def sample(self, prompts, group_size, seeds):
+        """P prompts, a seed for each group -> latents, logprobs [N, W], what they come from. All of
+        a group have their codes and first noise in common: rewards differ by the painting alone."""
+        tokens, _, _ = self.ar.sample(prompts, 1, seeds)
+        self.ar.halves.move_to_gpu(self.ar.halves.dit)
+        h = self.config.height // 32
+        w = self.config.width // 32
+        large = tokens[:, -h * w:].view(-1, h, w)  # without the draft, which is not painted
+        codes = torch.kron(large, large.new_ones(1, 2, 2)).flatten(1)  # [P, K]
+        samples = []
+        for prompt, row, seed in zip(prompts, codes, grpo.progress(seeds, "paint")):
+            samples += self.sample_group(prompt, row.repeat(group_size, 1), seed)
+        return [torch.cat(parts) for parts in zip(*samples)]
+
+    def sample_group(self, prompt, codes, seed):
+        """All chance comes from the seed: the first noise, where the window begins, its noise."""
+        rng = torch.Generator().manual_seed(seed)
+        shape = self.policy.config.in_channels, self.config.height // 8, self.config.width // 8
+        first = torch.randn(1, *shape, generator=rng)  # as the pipeline draws it
+        latest = max(self.config.decode_steps // 2 - WINDOW, 0)  # early steps decide the most
+        start = torch.randint(latest + 1, (1, 1), generator=rng)
+        noise = torch.randn(len(codes), WINDOW, *shape, generator=rng)
+        start = start.to(codes).repeat(len(codes), 1)
+        given = torch.cat([start, codes], dim=1)
+        size = self.config.micro_batch_size
+        for part, own in zip(given.split(size), noise.split(size)):
+            path, logprobs = self.paint(prompt, first.repeat(len(part), 1, 1, 1), own, part)
+            yield path, logprobs, part
+
+    def paint(self, prompt, latents, noise, given):
+        """From the first noise to finished latents -> those to keep, logprobs [B, W]."""
+        text = self.pipe.encode_prompt(prompt, self.config.guidance > 1)
+        start = given[0, 0].item()
+        codes = given[:, 1:]
+        latents = latents.to(DEVICE)
+        window = range(start, start + WINDOW)
+        path = [latents]
+        logprobs = []
+        for i in range(len(self.times)):
+            if i in window:
+                mean, std = self.predict(latents, i, text, codes, NOISE_LEVEL)
+                latents = mean + std * noise[:, i - window.start].to(DEVICE)
+                logprobs.append(score(latents, mean, std))
+            else:
+                latents, _ = self.predict(latents, i, text, codes, 0.0)
+            path.append(latents)
+        kept = [path[i] for i in (*window, window.stop, -1)]
+        return torch.stack(kept, dim=1), torch.stack(logprobs, dim=1)
+
+    def compute_logprobs(self, prompts, tokens, given):
+        """The steps with noise once more -> log-probs with a gradient, entropy [B, W]."""
+        self.ar.halves.move_to_gpu(self.ar.halves.dit)
+        text = self.pipe.encode_prompt(prompts[0], self.config.guidance > 1)
+        start = given[0, 0].item()
+        codes = given[:, 1:]
+        logprobs = []
+        for k in range(WINDOW):
+            mean, std = self.predict(tokens[:, k], start + k, text, codes, NOISE_LEVEL)
+            logprobs.append(score(tokens[:, k + 1], mean, std))
+        logprobs = torch.stack(logprobs, dim=1)
+        return logprobs, -logprobs.detach()  # the std is given: an entropy that is not learned
+
+    @torch.no_grad()
+    def decode(self, prompts, tokens, seeds):
+        """Only the VAE is left to do."""
+        self.ar.halves.move_to_gpu(self.ar.halves.dit)
+        vae = self.pipe.vae
+        images = []
+        for latents in tokens[:, -1:]:
+            mean = torch.tensor(vae.config.latents_mean).to(latents)[:, None, None]
+            std = torch.tensor(vae.config.latents_std).to(latents)[:, None, None]
+            image = vae.decode((latents * std + mean).to(vae.dtype)).sample
+            images += self.pipe.image_processor.postprocess(image)
+        return images
+
+    def generate_with_tracking(self, prompts, group_size, seeds):
+        """Samples and their images. One picture a prompt is for the log, and has no noise: the
+        pipeline paints it, as for its users."""
+        if group_size == 1:
+            return self.ar.generate_with_tracking(prompts, 1, seeds)
+        path, logprobs, given = self.sample(prompts, group_size, seeds)
+        images = self.decode(prompts, path, seeds)
+        return dict(images=images, tokens=path, logprobs=logprobs, nuclei=given)
+
+if __name__ == "__main__":
+    grpo.parse_args = parse_and_check
+    grpo.GLMImageWrapper.from_pretrained = Painter.from_pretrained
+    grpo.main()

@@ -1,0 +1,147 @@
+"""Rewards to copy; rewards.md says what each of them needs. They work from where they are, or from
+a copy that you change.
+
+    python grpo.py --reward .github/my_rewards.py:ocr --prompts words.txt"""
+import base64, difflib, functools, importlib, io, itertools, json, os, re, unicodedata
+import urllib.request, warnings
+import diffusers, huggingface_hub, numpy as np, torch, torch.nn.functional as F, transformers
+from PIL import Image
+from grpo import pil_to_tensor
+
+CLIP = "openai/clip-vit-large-patch14"  # or another CLIP, a folder or hub id: PickScore
+HEAD = "trl-lib/ddpo-aesthetic-predictor"  # of LAION, for this CLIP; or the path of such a file
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+def need(module, packages):
+    """The module, or one line that says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"this reward needs pip install {packages}: {error}") from None
+
+@functools.cache
+def load_reader():
+    need("onnxruntime", "rapidocr onnxruntime")
+    threads = {"EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads()}
+    reader = need("rapidocr", "rapidocr onnxruntime").RapidOCR
+    return reader(params={"Global.log_level": "error", **threads})
+
+def compare(wanted, seen):
+    """Twice the letters in common over all letters. Case, spaces and Unicode forms do not count."""
+    texts = [unicodedata.normalize("NFKC", text).casefold() for text in (wanted, seen)]
+    a, b = ("".join(text.split()) for text in texts)
+    return difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
+
+def find_phrases(prompt):
+    """What the prompt quotes: in double quotes, or, if there are none, as the pipeline sees it."""
+    double = re.findall(r'"[^"]*"|“[^“”]*”|「[^「」]*」', prompt)
+    painted = diffusers.GlmImagePipeline.get_glyph_texts(None, prompt)[0]
+    if 0 < len(double) < len(painted):
+        warnings.warn(f"the painter takes apostrophes for quotes: {painted} in {prompt}")
+    return [phrase[1:-1] for phrase in double] or painted
+
+def ocr(images, prompts, targets=None):
+    """Are the words right? What RapidOCR reads in the picture against the words that the prompt
+    quotes, 0 to 1. pip install rapidocr onnxruntime"""
+    scores = []
+    for image, prompt in zip(images, prompts):
+        phrases = find_phrases(prompt)
+        if "".join(phrases):
+            found = load_reader()(image)
+            seen = found.to_markdown() if found.txts else ""  # in reading order
+            orders = itertools.islice(itertools.permutations(phrases), 24)  # all, of 4 phrases
+            scores.append(max(compare("".join(order), seen) for order in orders))
+        else:
+            warnings.warn(f"ocr gives 0, as this prompt quotes no words: {prompt}")
+            scores.append(0.0)
+    return scores
+
+@functools.cache
+def load_clip():
+    """It is loaded when first used, and waits on the CPU between uses."""
+    model = transformers.CLIPModel.from_pretrained(CLIP)
+    return model, transformers.CLIPProcessor.from_pretrained(CLIP)
+
+def embed(**inputs):
+    """-> CLIP's embeddings of images and texts, [N, D] each, of length 1."""
+    model, processor = load_clip()
+    inputs = processor(**inputs, return_tensors="pt", padding=True, truncation=True).to(DEVICE)
+    output = model.to(DEVICE)(**inputs)
+    model.cpu()
+    return output.image_embeds.cpu(), output.text_embeds.cpu()
+
+def clip(images, prompts, targets=None):
+    """Does the picture show what the prompt says? The cosine of the two in CLIP's space."""
+    images, texts = embed(images=images, text=prompts)
+    return (images * texts).sum(dim=1)
+
+def aesthetic(images, prompts, targets=None):
+    """Does it look good? LAION's predictor, about 1 to 10: linear layers over CLIP's embedding."""
+    x, _ = embed(images=images, text=prompts)
+    name = "aesthetic-model.pth"
+    file = HEAD if os.path.isfile(HEAD) else huggingface_hub.hf_hub_download(HEAD, name)
+    layers = list(torch.load(file, map_location="cpu", weights_only=True).values())
+    for weight, bias in zip(layers[::2], layers[1::2]):
+        x = F.linear(x, weight, bias)
+    return x[:, 0]
+
+def aesthetic_z(images, prompts, targets=None):
+    """The same as a z-score over the images of a step, to be added to rewards of another scale."""
+    scores = aesthetic(images, prompts)
+    return (scores - scores.mean()) / (scores.std() + 1e-6)
+
+def jpeg(images, prompts, targets=None):
+    """Does it compress well? 1 - JPEG bytes / raw bytes."""
+    scores = []
+    for image in images:
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=95)
+        scores.append(1 - file.tell() / (3 * image.width * image.height))
+    return scores
+
+def ssim(images, prompts, targets):
+    """Is it near its target? Structural similarity as Wang (2004) has it, with Gaussian windows of
+    11 x 11; 1 where both are equal. pip install scikit-image"""
+    metrics = need("skimage.metrics", "scikit-image")
+    scores = []
+    for image, target in zip(images, targets):
+        target = target.resize(image.size, Image.BICUBIC)
+        scores.append(metrics.structural_similarity(
+            np.asarray(image), np.asarray(target), data_range=255, channel_axis=2,
+            gaussian_weights=True, sigma=1.5, use_sample_covariance=False))
+    return scores
+
+@functools.cache
+def load_lpips():
+    return need("lpips", "lpips -r requirements.txt").LPIPS(net="alex", verbose=False)
+
+def lpips(images, prompts, targets):
+    """Minus the distance to its target as a network sees it (arXiv 1801.03924).
+    pip install lpips -r requirements.txt"""
+    scores = []
+    for image, target in zip(images, targets):
+        pair = pil_to_tensor([image, target.resize(image.size, Image.BICUBIC)])
+        scores.append(-load_lpips()(pair[:1], pair[1:], normalize=True).item())
+    return scores
+
+def judge(images, prompts, targets=None):
+    """What a vision-language model says, 0 to 10; a server with OpenAI's protocol, JUDGE_URL."""
+    scores = []
+    for image, prompt in zip(images, prompts):
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        ask = f"Does the picture show this: {prompt}? Answer with one number, 0 (no) to 10 (yes)."
+        content = [{"type": "text", "text": ask}, {"type": "image_url", "image_url": {"url": url}}]
+        body = {"model": os.environ["JUDGE_MODEL"], "temperature": 0,
+                "messages": [{"role": "user", "content": content}]}
+        request = urllib.request.Request(
+            os.environ["JUDGE_URL"] + "/v1/chat/completions", json.dumps(body).encode(),
+            {"Content-Type": "application/json"})
+        answer = json.load(urllib.request.urlopen(request, timeout=60))
+        text = answer["choices"][0]["message"]["content"]
+        number = re.search(r"\d+(\.\d+)?", text)
+        if number is None:
+            warnings.warn(f"judge gives 0, as there is no number in the answer {text!r}")
+        scores.append(float(number[0]) if number else 0.0)
+    return scores

@@ -1,0 +1,14 @@
+"""A reward to begin with: how much neighbouring pixels differ. It shows how rewards are hacked.
+
+    python grpo.py --model tiny --steps 5 --reward .github/sharp.py:sharpness=5,color=1"""
+from grpo import pil_to_tensor
+
+def sharpness(images, prompts, targets):
+    """How much neighbouring pixels differ."""
+    scores = []
+    for image in images:
+        pixels = pil_to_tensor([image])  # [1, 3, H, W]
+        down = pixels.diff(dim=2).abs().mean()
+        right = pixels.diff(dim=3).abs().mean()
+        scores.append((down + right).item())
+    return scores

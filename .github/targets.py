@@ -1,0 +1,14 @@
+"""Target pictures, white above and of a colour below, and targets.txt, the prompts that name them.
+
+    cp .github/targets.py .
+    python targets.py
+    python grpo.py --model tiny --reward mse --prompts targets.txt --group-size 16 --steps 100"""
+from PIL import Image
+import grpo
+
+with open("targets.txt", "w") as file:
+    for name in grpo.COLORS:  # the lower half in the colour, the upper half white
+        target = Image.new("RGB", (128, 128), "white")
+        target.paste(name, (0, 64, 128, 128))
+        target.save(f"{name}.png")
+        file.write(f"a {name} thing\t{name}.png\n")
