@@ -4,7 +4,7 @@ picture of 160 x 32 a word. Before GRPO begins, the painter is fitted to paint a
 policy has begun to copy those of its prompt: it gets most of them wrong.
 
     pip install rapidocr onnxruntime
-    cp .github/letters.py .
+    cp .github/letters.py .github/evaluate.py .
     python letters.py --out runs/letters
 
 The flags are those of grpo.py; --model and --prompts have no meaning here."""
@@ -46,7 +46,7 @@ def make_models():
 
 def fit_policy(wrapper, enough=0.35, B=16):
     """To copy words of random letters, until right letters have this chance on average."""
-    optimizer = torch.optim.Adam(wrapper.ar_half.requires_grad_().parameters(), 3e-3)
+    optimizer = torch.optim.Adam(wrapper.halves.ar.requires_grad_().parameters(), 3e-3)
     chance = 0.0
     while chance < enough:
         codes = torch.randint(len(ALPHABET), (B, SIZE))
@@ -64,7 +64,7 @@ def fit_painter(wrapper, steps=400, B=8):
     paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # the pipeline without its no_grad
     letters = 2 * grpo.pil_to_tensor(list(map(draw_letter, string.ascii_uppercase + " "))) - 1
     glyphs, _ = pipe.encode_prompt("", False)  # of no letter, as in every other call
-    optimizer = torch.optim.Adam(wrapper.dit_half.requires_grad_().parameters())
+    optimizer = torch.optim.Adam(wrapper.halves.dit.requires_grad_().parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-2, total_steps=steps)
     for _ in grpo.progress(range(steps), "fit"):
         codes = torch.randint(len(ALPHABET), (B, 1, SIZE))
@@ -93,23 +93,21 @@ def compare(wanted, seen):
 def ocr(images, prompts, targets=None):
     return [compare(prompt.split('"')[1], read(image)) for image, prompt in zip(images, prompts)]
 
-def score_kept_out(wrapper):
-    """The mean reward of words that are in no prompt of the training, four pictures of each."""
-    prompts = [prompt for prompt in make_prompts(KEPT_OUT) for _ in range(4)]
-    images = wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))["images"]
-    return sum(ocr(images, prompts)) / len(prompts)
-
 if __name__ == "__main__":
+    from evaluate import evaluate, print_table  # not above: picture.py and honesty.py do without
     grpo.TINY |= dict(reward="ocr", steps=120, group_size=8, width=32 * SIZE, height=32)
-    grpo.REWARDS["ocr"] = ocr
-    config, *_ = grpo.prepare(["--model", "tiny", *sys.argv[1:]])
+    config = grpo.parse_args(["--model", "tiny", *sys.argv[1:]])
     torch.set_num_threads(1)  # more are slower
     torch.manual_seed(config.seed)
     wrapper = grpo.GLMImageWrapper(make_models(), config)
     fit_policy(wrapper)
     fit_painter(wrapper)
     wrapper = grpo.GLMImageWrapper(wrapper.pipe, config)  # which freezes all weights again
-    trainer = grpo.GRPOTrainer(config, wrapper, make_prompts(WORDS))
-    print(f"files: {config.out}, kept-out words: {score_kept_out(wrapper):.3f}")
+    trainer = grpo.GRPOTrainer(config, wrapper, make_prompts(WORDS), {"ocr": (ocr, 1.0)})
+    print(f"files: {config.out}", flush=True)
     trainer.train()
-    print(f"kept-out words: {score_kept_out(wrapper):.3f}")
+    adapters = [trainer.out / f"adapter_{step:05d}" for step in (0, config.steps)]
+    words = make_prompts(KEPT_OUT)  # which were in no prompt of the training
+    results, _ = zip(*evaluate(
+        wrapper, trainer.lora, adapters, words, [None] * len(words), trainer.rewards))
+    print_table(["kept-out words, before", "kept-out words, after"], results)
