@@ -31,8 +31,8 @@ def find_power(changes, wanted=0.02, repeats=500):
     changes = changes - changes.mean() + wanted
     powers = {}
     for n in (6, 12, 24, 48, 96):
-        shown = [evaluate.find_interval(rng.choice(changes, n, replace=False))[0] > 0 for _ in range(repeats)]
-        powers[n] = np.mean(shown)
+        shown = [evaluate.find_interval(rng.choice(changes, n))[0] > 0 for _ in range(repeats)]
+        powers[n] = float(np.mean(shown))
     return powers
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Did it get better? See the top of this file.")
     parser.add_argument("run", type=Path, help="its folder")
     parser.add_argument("--steps", type=int, nargs="+", help="of adapters; without: all")
-    parser.add_argument("--prompts", default=".github/held_out.txt")
+    parser.add_argument("--prompts", default=".github/held_out.txt", help="%(default)s")
     parser.add_argument("--reward", help="as for grpo.py; without: that of the run")
     parser.add_argument("--samples", type=int, default=4, help="of each prompt")
     parser.add_argument("--seed", type=int, default=0)
