@@ -309,7 +309,7 @@ def read_checkpoint(folder):
         state = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)
         assert "config" in state
     except Exception as error:
-        raise ValueError(f"--resume: {folder} holds no run: {error!r}")
+        raise ValueError(f"{folder} holds no run: {error!r}")
     return state
 
 # --- Rewards ---

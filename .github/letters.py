@@ -4,7 +4,7 @@ picture of 160 x 32 a word. Before GRPO begins, the painter is fitted to paint a
 policy has begun to copy those of its prompt: it gets most of them wrong.
 
     pip install rapidocr onnxruntime
-    cp .github/letters.py .
+    cp .github/letters.py .github/evaluate.py .
     python letters.py --out runs/letters
 
 The flags are those of grpo.py; --model and --prompts have no meaning here."""
@@ -93,14 +93,9 @@ def compare(wanted, seen):
 def ocr(images, prompts, targets=None):
     return [compare(prompt.split('"')[1], read(image)) for image, prompt in zip(images, prompts)]
 
-def score_kept_out(wrapper):
-    """The mean reward of words that are in no prompt of the training, four pictures of each."""
-    prompts = [prompt for prompt in make_prompts(KEPT_OUT) for _ in range(4)]
-    images = wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))["images"]
-    return sum(ocr(images, prompts)) / len(prompts)
-
 if __name__ == "__main__":
-    grpo.TINY |= dict(steps=120, group_size=8, width=32 * SIZE, height=32)
+    from evaluate import evaluate, print_table  # not above: contact.py and honesty.py do without
+    grpo.TINY |= dict(reward="ocr", steps=120, group_size=8, width=32 * SIZE, height=32)
     config = grpo.parse_args(["--model", "tiny", *sys.argv[1:]])
     torch.set_num_threads(1)  # more are slower
     torch.manual_seed(config.seed)
@@ -109,6 +104,10 @@ if __name__ == "__main__":
     fit_painter(wrapper)
     wrapper = grpo.GLMImageWrapper(wrapper.pipe, config)  # which freezes all weights again
     trainer = grpo.GRPOTrainer(config, wrapper, make_prompts(WORDS), {"ocr": (ocr, 1.0)})
-    print(f"files: {config.out}, kept-out words: {score_kept_out(wrapper):.3f}")
+    print(f"files: {config.out}", flush=True)
     trainer.train()
-    print(f"kept-out words: {score_kept_out(wrapper):.3f}")
+    adapters = [trainer.out / f"adapter_{step:05d}" for step in (0, config.steps)]
+    words = make_prompts(KEPT_OUT)  # which were in no prompt of the training
+    results, _ = zip(*evaluate(
+        wrapper, trainer.lora, adapters, words, [None] * len(words), trainer.rewards))
+    print_table(["kept-out words, before", "kept-out words, after"], results)
