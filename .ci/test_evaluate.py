@@ -25,7 +25,6 @@ def run(tmp_path_factory):
     trainer = grpo.GRPOTrainer(config, wrapper, PROMPTS)
     trainer.train()
     (folder / "words.txt").write_text("\n".join(PROMPTS))
-    (folder / "bare.txt").write_text("a thing without a colour")
     (folder / "my.py").write_text("def bright(images, prompts, targets):\n"
                                   "    return [image.convert('L').resize((1, 1)).getpixel((0, 0)) for image in images]\n")
     return folder / "run", wrapper, trainer.lora
@@ -139,9 +138,7 @@ BAD = {
     "no such file": ("run --prompts gone.txt", "gone.txt"),
     "no such reward": ("run --prompts words.txt --reward lovely", "lovely"),
     "no such function": ("run --prompts words.txt --reward my.py:lovely", "my.py:lovely"),
-    "one sample": ("run --prompts words.txt --samples 1", "--samples"),
-    "no colour": ("run --prompts bare.txt", "names no colour"),
-    "no target": ("run --prompts words.txt --reward mse", "needs a target")}
+    "one sample": ("run --prompts words.txt --samples 1", "--samples")}
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case, command, monkeypatch):

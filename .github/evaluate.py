@@ -62,7 +62,7 @@ def draw_film(labels, pictures, prompts):
                 text = textwrap.fill(cell, 17, max_lines=7, placeholder=" ..")
                 ImageDraw.Draw(film).text((200 * x + 100, 200 * y + 100), text, "black", font, "mm")
             else:
-                film.paste(ImageOps.pad(cell, (192, 192), color="white"), (200 * x + 4, 200 * y + 4))
+                film.paste(ImageOps.contain(cell, (192, 192)), (200 * x + 4, 200 * y + 4))
     return film
 
 if __name__ == "__main__":
