@@ -59,6 +59,7 @@ class Config:
     seed: int = 0  # of everything random
     out: str = None  # a new folder for the run; None: runs/<date-time>
 
+    resumed = False  # not a setting: see from_run
     def __post_init__(self):  # it fails early, before a model is loaded
         lowest = dict(
             steps=1, group_size=2, batch_size=1, micro_batch_size=1, lr=0, num_iterations=1,
@@ -77,8 +78,6 @@ class Config:
         if self.offload not in ("auto", "on", "off"):
             raise ValueError(f"--offload {self.offload}: must be auto, on or off")
         self.out = self.out or time.strftime("runs/%Y%m%d-%H%M%S")
-        if holds_run(self.out):  # checkpoint.pt
-            raise ValueError(f"--out {self.out} exists: name another or --resume it")
 
     @classmethod
     def from_run(cls, folder, **changes):
@@ -87,8 +86,8 @@ class Config:
         for name in ("model", "seed", "lora_rank", "adapter", "out"):
             if name in changes and changes[name] != saved.get(name):
                 raise ValueError(f"--{name}: the run keeps {saved.get(name)}")
-        config = cls(**saved | changes | dict(out=None))
-        config.out = str(folder)  # set late, as Config refuses a folder with a run
+        config = cls(**saved | changes | dict(out=str(folder)))
+        config.resumed = True
         return config
 
 # --- The maths: pure functions of tensors ---
@@ -162,7 +161,7 @@ class GRPOTrainer:
         torch.manual_seed(config.seed)  # equal adapters on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
-        if holds_run(config.out):  # it is resumed
+        if config.resumed:
             self.load_checkpoint()
         elif config.adapter:
             self.lora.load(config.adapter)
@@ -170,6 +169,7 @@ class GRPOTrainer:
     def train(self):
         first = len(self.history) + 1
         if RANK == 0 and first == 1:
+            refuse_run(self.out)
             self.save_samples(0)  # before training
         for step in range(first, self.config.steps + 1):
             started = time.perf_counter()
@@ -267,12 +267,12 @@ class GRPOTrainer:
         self.lora.save(self.out / f"adapter_{step:05d}")  # makes the folder
         prompts = self.prompts[:8]
         images = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))["images"]
-        grid = diffusers.utils.make_image_grid(images, 1, len(images))
-        grid.save(self.out / f"samples_{step:05d}.png")
+        row = diffusers.utils.make_image_grid(images, 1, len(images))
+        row.save(self.out / f"samples_{step:05d}.png")
 
     def save_checkpoint(self):
         """Written aside, then renamed: a kill leaves the one of the step before."""
-        state = dict(config=vars(self.config), history=self.history,
+        state = dict(config=dataclasses.asdict(self.config), history=self.history,
                      adapter=self.lora.weights, optimizer=self.optimizer.state_dict())
         unfinished = self.out / "checkpoint.part"
         torch.save(state, unfinished)
@@ -300,8 +300,9 @@ def merge_rows(rows):
         merged[key] = float(merge([row[key] for row in rows]))
     return merged
 
-def holds_run(folder):  # a folder without a checkpoint may be used again
-    return Path(folder, "checkpoint.pt").exists()
+def refuse_run(folder):  # one without a checkpoint, after a failure in step 1, may be used again
+    if Path(folder, "checkpoint.pt").exists():
+        raise ValueError(f"--out {folder} holds a run: name another folder, or --resume it")
 
 def read_checkpoint(folder):
     """What save_checkpoint wrote. `weights_only` runs no code, `mmap` reads what is used."""
@@ -424,8 +425,7 @@ class LoRA:
             return torch.add(output, low @ B.to(output).T, alpha=2)  # one kernel for both
 
     @contextlib.contextmanager
-    def disabled(self):
-        """Inside `with lora.disabled():` the model is the reference; errors end that, too."""
+    def disabled(self):  # inside `with lora.disabled():` the model is the reference
         self.enabled = False
         try:
             yield
@@ -535,8 +535,7 @@ class GLMImageWrapper:
     def forward(self, ids, position_ids, bias, cache=None):
         """ids [B, n] -> logits / temperature [B, n, V]. `policy` would make its own positions."""
         language_model, lm_head = self.halves.ar
-        # In training mode activations are computed again, which saves memory.
-        language_model.train(torch.is_grad_enabled())
+        language_model.train(torch.is_grad_enabled())  # computes activations twice, to save memory
         hidden = language_model(
             input_ids=ids, position_ids=position_ids, attention_mask=bias, past_key_values=cache,
             use_cache=False).last_hidden_state  # False: no cache but the given one
@@ -576,7 +575,7 @@ class GLMImageWrapper:
         ids, position_ids, bias = self.encode(prompts)
         tokens = tokens.to(DEVICE)
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, bias)
-        self.halves.ar.eval()  # for `generate`: training mode has no cache
+        self.halves.ar.eval()  # as the stock pipeline needs it, for its cache
         logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: of each code, one place before
         all_logprobs = compute_policy_logprobs(logits, nuclei)
         entropy = torch.distributions.Categorical(logits=all_logprobs.detach()).entropy()
@@ -709,8 +708,8 @@ def main(argv=None):
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("gloo")  # NCCL would not notice a dead process
-    try:  # all that can fail before a model is loaded
+        torch.distributed.init_process_group("gloo")  # NCCL would wait for the dead
+    try:  # what can be checked before a model is loaded
         config = parse_args(argv)
         prompts, targets = load_prompts(config.prompts)
         rewards = load_rewards(config.reward)
@@ -719,10 +718,11 @@ def main(argv=None):
             REWARDS[name](blank, prompts, targets)  # raises if something is missing
         if config.model != "tiny":
             diffusers.GlmImagePipeline.load_config(config.model)  # raises if there is none
-        resumed = holds_run(config.out)
-        if resumed and len(read_checkpoint(config.out)["history"]) >= config.steps:
+        if not config.resumed:
+            refuse_run(config.out)
+        elif len(read_checkpoint(config.out)["history"]) >= config.steps:
             raise ValueError(f"--resume {config.out}: its steps are done; raise --steps")
-        if config.adapter and not resumed:
+        if config.adapter and not config.resumed:
             rank = json.loads(Path(config.adapter, "adapter_config.json").read_text()).get("r")
             if rank != config.lora_rank:
                 raise ValueError(f"--adapter {config.adapter}: has --lora_rank {rank}")

@@ -58,8 +58,8 @@ def perturb(lora):
 
 def make_trainer(folder, rewards=None, **settings):
     """A trainer of the random toy: 2 prompts x 4 images, five steps; or of the run that is in the folder."""
-    config = grpo.Config.from_run(folder, **settings) if grpo.holds_run(folder) else make_config(
-        **dict(out=str(folder), temperature=None, steps=5, save_every=2) | settings)
+    config = grpo.Config.from_run(folder, **settings) if os.path.exists(f"{folder}/checkpoint.pt") else (
+        make_config(**dict(out=str(folder), temperature=None, steps=5, save_every=2) | settings))
     prompts = ["a red fox", "some yellow thing here", "green"]
     targets = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(3)]
     return grpo.GRPOTrainer(config, make_wrapper(config=config), prompts, rewards, targets)
@@ -452,8 +452,8 @@ def test_resume_is_bit_for_bit(finished, tmp_path):
 def test_a_cell_that_is_run_again_spoils_nothing(finished, tmp_path):
     """It overwrote a run, or refused the folder of a failed one; or the adapters of two trainers added up."""
     before = {path: path.read_bytes() for path in finished.rglob("*.*")}
-    with pytest.raises(ValueError, match="exists"):
-        make_config(out=str(finished))
+    with pytest.raises(ValueError, match="holds a run"):
+        grpo.GRPOTrainer(make_config(out=str(finished)), make_wrapper(), ["green"]).train()
     make_trainer(finished).train()  # it is done
     assert {path: path.read_bytes() for path in finished.rglob("*.*")} == before
     trainer = make_trainer(tmp_path / "run", steps=1)
@@ -1006,7 +1006,7 @@ BAD = [(typed, typed.split()[0][2:]) for typed in re.split(r",\s+", WRONG)] + [ 
     ("--resume done --prompts missing.txt", "missing.txt"), ("--resume done --steps 9 --reward mse", "targ"),
     ("--adapter missing", "missing"), ("--adapter folder", "adapter-config"), ("--adapter done", "done"),
     ("--adapter good.txt", "good.txt"), ("--adapter adapter --lora-rank 8", "--lora-rank 4"),
-    ("--out done", "exists"), *[(f"--out good.txt{more}", "good.txt") for more in ("", "/x", "/x/y")]]
+    ("--out done", "holds a run"), *[(f"--out good.txt{more}", "good.txt") for more in ("", "/x", "/x/y")]]
 
 class Bomb:
     """A pickle that makes the file `owned` when it is loaded."""
@@ -1067,7 +1067,7 @@ def test_a_run_goes_on_with_its_own_settings_but_for_what_is_changed(command):
     config = torch.load("run/checkpoint.pt", weights_only=True)["config"]
     assert config == saved | dict(prompts="mine.txt", steps=2, lr=5e-5) and saved["temperature"] == 0.7
     assert [row["step"] for row in rows_of(Path("run")) if "kl" not in row] == [1, 2]
-    assert vars(grpo.Config.from_run(Path("run"), lr=1, out="run", seed=0)) == config | dict(lr=1)
+    assert vars(grpo.Config.from_run("run", lr=1, seed=0)) == config | dict(lr=1, resumed=True)
     for name, value in dict(lora_rank=2, seed=1, model="other", adapter="a", out="b").items():
         with pytest.raises(ValueError, match=f"--{name}"):
             grpo.Config.from_run("run", **{name: value})
