@@ -51,7 +51,7 @@ class Config:
     width: int = 512  # pixels, a multiple of 32
     height: int = 512  # pixels, a multiple of 32
     temperature: float = None  # of the policy; None: the model's
-    top_p: float = None  # nucleus sampling: the fewest codes of this mass; None: the model's
+    top_p: float = None  # smallest set of codes with this probability; None: the model's
     decode_steps: int = 20  # denoising steps
     guidance: float = 1.5  # classifier-free guidance of the DiT; 1 is off
     offload: str = "auto"  # on: one half on the GPU at a time; off; auto: on below 60 GiB
@@ -206,7 +206,7 @@ class GRPOTrainer:
         batches = list(split_rollout(rollout, config.micro_batch_size))
         if config.kl_coef > 0:
             self.add_ref_logprobs(batches)
-        self.optimizer.zero_grad()  # of an interrupted update
+        self.optimizer.zero_grad()  # Ctrl-C may have left some
         rows = []
         updates = []
         for _ in range(config.num_iterations):
@@ -499,7 +499,7 @@ class GLMImageWrapper:
         self.halves = Halves(pipe, config.offload)
         self.policy = pipe.vision_language_encoder  # the AR half
         self.policy.activation_checkpointing_enable()  # see `forward`
-        own = self.policy.generation_config  # for what is not typed
+        own = self.policy.generation_config  # of the model
         self.temperature = config.temperature or own.temperature or 1.0
         self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or own.top_p or 1.0)
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
@@ -576,7 +576,7 @@ class GLMImageWrapper:
         tokens = tokens.to(DEVICE)
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, bias)
         self.halves.ar.eval()  # as the stock pipeline needs it, for its cache
-        logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: of each code, one place before
+        logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: place i predicts code i + 1
         all_logprobs = compute_policy_logprobs(logits, nuclei)
         entropy = torch.distributions.Categorical(logits=all_logprobs.detach()).entropy()
         return all_logprobs.gather(2, tokens[:, :, None]).squeeze(2), entropy
@@ -622,7 +622,7 @@ TINY = dict(model="tiny", steps=40, micro_batch_size=16, lr=2e-3, lora_rank=16, 
 
 def make_tiny_models(words=COLORS):
     """-> a GlmImagePipeline of random weights with a code for each word; it knows no others.
-    The AR half is 128 wide, the painter 8; other numbers are as small as can be."""
+    AR: 128 wide, with more outputs than codes, as the real one. Painter: 8 wide. Rest: minimal."""
     V = len(words)
     names = "bos eos pad unk image grid_bos grid_eos".split()
     marks = {f"{name}_token": f"<|toy_{name}|>" for name in names}  # in no prompt
