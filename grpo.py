@@ -662,16 +662,16 @@ def make_tiny_pipeline(seed=0, fit_steps=200):
     pipe = make_tiny_models()
     config = Config(**TINY, batch_size=WORLD_SIZE)  # for any number of GPUs
     wrapper = GLMImageWrapper(pipe, config)
+    wrapper.policy.activation_checkpointing_disable()
     paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # private: without its no_grad
     V = len(COLORS)
     palette = 2 * torch.stack(list(COLORS.values())).to(DEVICE) - 1  # [V, 3]
-    prompts = [f"a {name} thing" for name in COLORS]
     named_code = torch.arange(V)[:, None]  # [V, 1]
     optimizer = torch.optim.Adam(wrapper.halves.both.requires_grad_().parameters(), 3e-3)
     for _ in progress(range(fit_steps), "fit"):
         drawn = torch.randint(V, (V, 20))  # the policy: a draft of 4, a large grid of 16
         tokens = torch.where(torch.rand(drawn.shape) < 0.4, named_code, drawn)
-        logprobs, _ = wrapper.compute_logprobs(prompts, tokens, None)
+        logprobs, _ = wrapper.compute_logprobs([f"a {name} thing" for name in COLORS], tokens, None)
         codes = torch.randint(V, (V, 2, 2)).to(DEVICE)  # the painter: one code a patch
         squares = F.interpolate(palette[codes].movedim(3, 1), 32)  # [V, 3, 32, 32]
         glyphs = torch.randn(V, 1, 8).to(DEVICE)  # random, to be ignored
