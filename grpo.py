@@ -215,8 +215,7 @@ class GRPOTrainer:
                     batch["prompts"], batch["tokens"], batch.get("nuclei"))  # [B, T] each
                 # The trap of bf16: sampler and trainer round differently, their ratio is not 1.
                 # So the old log-probs are not the sampler's, but those of the first pass here.
-                old_logprobs = batch.get("old_logprobs", new_logprobs.detach())
-                batch["old_logprobs"] = old_logprobs  # for later passes
+                old_logprobs = batch.setdefault("old_logprobs", new_logprobs.detach())
                 loss, metrics = compute_grpo_loss(
                     new_logprobs, old_logprobs, batch["advantages"], clip_range=config.clip_range,
                     ref_logprobs=batch.get("ref_logprobs"), kl_coef=config.kl_coef)
@@ -499,13 +498,12 @@ class GLMImageWrapper:
         self.halves = Halves(pipe, config.offload)
         self.policy = pipe.vision_language_encoder  # the AR half
         self.policy.activation_checkpointing_enable()  # see `forward`
-        own = self.policy.generation_config  # of the model
+        own = self.policy.generation_config
         self.temperature = config.temperature or own.temperature or 1.0
         self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or own.top_p or 1.0)
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
         pipe.set_progress_bar_config(disable=True)
         pipe.vae.enable_slicing()  # image by image: four at 1024 pixels take 28 GiB
-        # The DiT makes its rotary tables on the CPU, and each of its layers would fetch them.
         pipe.transformer.rope.register_forward_hook(move_tables)
 
     @classmethod
@@ -610,7 +608,7 @@ class GLMImageWrapper:
         images = self.decode(prompts, tokens, seeds)
         return dict(images=images, tokens=tokens, logprobs=logprobs, nuclei=nuclei)
 
-def move_tables(rope, inputs, tables):  # a hook
+def move_tables(rope, inputs, tables):  # made on the CPU, and fetched by each layer of the DiT
     return [table.to(DEVICE) for table in tables]
 
 # --- The toy: the real classes with 0.7 M weights, fitted in seconds ---
@@ -735,6 +733,8 @@ def main(argv=None):
         print(f"model: {config.model} on {DEVICE}, files: {config.out}")
     wrapper = GLMImageWrapper.from_pretrained(config.model, config)
     GRPOTrainer(config, wrapper, prompts, rewards, targets).train()
+    if WORLD_SIZE > 1:
+        torch.distributed.destroy_process_group()  # or it may abort at the end
 
 if __name__ == "__main__":
     main()
