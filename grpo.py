@@ -58,8 +58,8 @@ class Config:
     save_every: int = 10  # steps between saved pictures and adapters
     seed: int = 0  # of everything random
     out: str = None  # a new folder for the run; None: runs/<date-time>
-
     resumed = False  # not a setting: see from_run
+
     def __post_init__(self):  # it fails early, before a model is loaded
         lowest = dict(
             steps=1, group_size=2, batch_size=1, micro_batch_size=1, lr=0, num_iterations=1,
