@@ -301,7 +301,7 @@ def merge_rows(rows):
 
 def refuse_run(folder):  # one without a checkpoint, after a failure in step 1, may be used again
     if Path(folder, "checkpoint.pt").exists():
-        raise ValueError(f"--out {folder} holds a run: name another folder, or --resume it")
+        raise ValueError(f"--out {folder} holds a run: name another, or --resume (from_run) it")
 
 def read_checkpoint(folder):
     """What save_checkpoint wrote. `weights_only` runs no code, `mmap` reads what is used."""
