@@ -24,31 +24,14 @@ Axes:  P  prompts in a step on one GPU                T  image tokens, as many f
 A first reading may stop after the trainer. What follows it is the files of a run, GLM-Image itself
 and the command line. Written for torch 2.11 to 2.15, transformers 5.23 and diffusers 0.42.
 """
-import collections
-import contextlib
-import dataclasses
-import functools
-import inspect
-import json
-import math
-import os
-import re
-import runpy
-import sys
-import time
+import collections, contextlib, dataclasses, functools, inspect, json, math, os, re, runpy, sys, time
 from pathlib import Path
 from typing import Literal
-
-import diffusers
+import diffusers, safetensors.torch, torch, tqdm, transformers
 import numpy as np
-import safetensors.torch
-import torch
 import torch.nn.functional as F
-import tqdm
-import transformers
 from PIL import Image, ImageColor
 from torch import nn
-from transformers.hf_argparser import HfArg
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun starts one process per GPU and numbers them
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -66,43 +49,43 @@ class BadInput(ValueError):
 # Each field is a flag: `python grpo.py --group-size 8`. A model's folder may bring defaults of its
 # own in a file `grpo.json`, as the small GLM-Image does that is trained where there is no GPU.
 SMALL_MODEL = os.path.relpath(HERE / "examples/tiny-glm-image")
+REAL_MODEL = "zai-org/GLM-Image"
+
+def flag(default, help):
+    return transformers.hf_argparser.HfArg(default=default, help=help)
 
 @dataclasses.dataclass
 class Config:
     # What is trained, and on what
-    model: str = HfArg(
-        default="zai-org/GLM-Image" if GPU_GIB > 22 else SMALL_MODEL,
-        help="a GlmImagePipeline: hub id or folder")
-    adapter: str = HfArg(default=None, help="folder of LoRA weights to begin with")
-    prompts: str = HfArg(default=None, help="text file, one prompt a line; None: prompts.txt")
-    reward: str = HfArg(
-        default="color", help="color, mse or file.py:function; weighted: color=1,mine.py:sharp=.2")
+    model: str = flag(REAL_MODEL if GPU_GIB > 22 else SMALL_MODEL, "hub id or folder of a pipeline")
+    adapter: str = flag(None, "folder of LoRA weights to begin with")
+    prompts: str = flag(None, "text file, one prompt a line; None: prompts.txt")
+    reward: str = flag("color", "color, mse, file.py:function; weighted: color=1,mine.py:sharp=.2")
     # GRPO
-    steps: int = HfArg(default=100, help="rollouts, each with its updates")
-    group_size: int = HfArg(default=4, help="images per prompt")
-    batch_size: int = HfArg(default=8, help="prompts per step, shared by all GPUs")
-    micro_batch_size: int = HfArg(default=4, help="images that a GPU decodes or updates at a time")
-    num_iterations: int = HfArg(default=1, help="updates per rollout; above 1 the clip matters")
-    lr: float = HfArg(default=5e-5, help="learning rate of AdamW")
-    clip_range: float = HfArg(default=0.2, help="ratios are clipped to 1 - this .. 1 + this")
-    kl_coef: float = HfArg(default=0.01, help="weight of the KL to the base model; 0: not computed")
-    max_grad_norm: float = HfArg(default=1.0, help="longer gradients are scaled down to this")
-    lora_rank: int = HfArg(default=32, help="rank of the adapters")
+    steps: int = flag(100, "rollouts, each with its updates")
+    group_size: int = flag(4, "images per prompt")
+    batch_size: int = flag(8, "prompts per step, shared by all GPUs")
+    micro_batch_size: int = flag(4, "images that a GPU decodes or updates at a time")
+    num_iterations: int = flag(1, "updates per rollout; above 1 the clip matters")
+    lr: float = flag(5e-5, "learning rate of AdamW")
+    clip_range: float = flag(0.2, "ratios are clipped to 1 - this .. 1 + this")
+    kl_coef: float = flag(0.01, "weight of the KL to the base model; 0: it is not computed")
+    max_grad_norm: float = flag(1.0, "longer gradients are scaled down to this")
+    lora_rank: int = flag(32, "rank of the adapters")
     # The model
-    width: int = HfArg(default=512, help="pixels, a multiple of 32")
-    height: int = HfArg(default=512, help="pixels, a multiple of 32")
-    temperature: float = HfArg(default=None, help="logits are divided by it; None: the model's")
-    top_p: float = HfArg(
-        default=None, help="sample from the likeliest codes with this total chance; None: the model's")
-    decode_steps: int = HfArg(default=20, help="denoising steps of the DiT")
-    guidance: float = HfArg(default=1.5, help="classifier-free guidance of the DiT; 1 is off")
-    offload: Literal["auto", "on", "off"] = HfArg(
-        default="auto", help="on: one half at a time on the GPU; auto: on below 60 GiB")
+    width: int = flag(512, "pixels, a multiple of 32")
+    height: int = flag(512, "pixels, a multiple of 32")
+    temperature: float = flag(None, "logits are divided by it; None: the model's own")
+    top_p: float = flag(None, "draw from the likeliest codes with this mass; None: the model's own")
+    decode_steps: int = flag(20, "denoising steps of the DiT")
+    guidance: float = flag(1.5, "classifier-free guidance of the DiT; 1 is off")
+    offload: Literal["auto", "on", "off"] = flag("auto", "on: one half at a time on the GPU; "
+                                                         "auto: on below 60 GiB")
     # The run
-    out: str = HfArg(default=None, help="new folder for the run; None: runs/<date-time>")
-    resume: str = HfArg(default=None, help="folder of a run to continue with its own settings")
-    save_every: int = HfArg(default=10, help="steps between saved pictures and adapters")
-    seed: int = HfArg(default=0, help="seed of everything random")
+    out: str = flag(None, "new folder for the run; None: runs/<date-time>")
+    resume: str = flag(None, "folder of a run to continue with its own settings")
+    save_every: int = flag(10, "steps between saved pictures and adapters")
+    seed: int = flag(0, "seed of everything random")
 
     def __post_init__(self):
         lowest = dict(
@@ -218,10 +201,8 @@ def load_rewards(text):
         try:
             inspect.signature(function).bind("images", "prompts", "targets")
             rewards[name] = function, float(weight or 1)
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"--reward {part}: {error}; it takes images, prompts, targets")
-        if not math.isfinite(rewards[name][1]):
-            raise BadInput(f"--reward {part}: the weight must be finite")
+        except (TypeError, ValueError) as error:  # of another function, or of no number
+            raise BadInput(f"--reward {part}: takes images, prompts, targets and a weight: {error}")
     return rewards
 
 def run_file(path):
@@ -283,19 +264,18 @@ class LoRA:
                 self.add_adapter(name, linear, rank)
 
     def add_adapter(self, name, linear, rank):
-        A = torch.empty(rank, linear.in_features)  # drawn on the CPU, to be equal on all GPUs
-        B = torch.zeros(linear.out_features, rank)
-        nn.init.kaiming_uniform_(A, a=math.sqrt(5))  # as peft does
+        # Drawn on the CPU, to be equal on all GPUs, and from the distribution that peft uses.
+        A = nn.init.kaiming_uniform_(torch.empty(rank, linear.in_features), a=math.sqrt(5))
         A = nn.Parameter(A.to(DEVICE))
-        B = nn.Parameter(B.to(DEVICE))
+        B = nn.Parameter(torch.zeros(linear.out_features, rank, device=DEVICE))
         self.weights[f"base_model.model.{name}.lora_A.weight"] = A
         self.weights[f"base_model.model.{name}.lora_B.weight"] = B
 
         def add_low_rank(linear, inputs, output):
-            if not self.enabled:
-                return output
-            low = inputs[0] @ A.to(output).T
-            return torch.add(output, low @ B.to(output).T, alpha=2)  # one kernel for both
+            if self.enabled:
+                low = inputs[0] @ A.to(output).T
+                output = torch.add(output, low @ B.to(output).T, alpha=2)  # one kernel for both
+            return output
 
         linear.register_forward_hook(add_low_rank)
 
@@ -319,24 +299,22 @@ class LoRA:
         self.copy_weights(safetensors.torch.load_file(Path(folder, "adapter_model.safetensors")))
 
     def copy_weights(self, saved):
-        """{name: weight} into our weights; all must fit before one is copied."""
-        shapes = {name: weight.shape for name, weight in self.weights.items()}
-        if {name: weight.shape for name, weight in saved.items()} != shapes:
-            raise BadInput("these adapters are of other layers, or of another rank")
+        """From {name: weight}."""
+        if saved.keys() != self.weights.keys():
+            raise BadInput("--adapter: these adapters are of other layers than the model's")
         for name, weight in self.weights.items():
-            weight.data.copy_(saved[name])
+            weight.data.copy_(saved[name].view_as(weight))  # copy_ alone would broadcast
 
 def check_adapter(folder, rank):
-    """Adapters of another rank do not fit; with another alpha they would be scaled wrongly."""
+    """Adapters of another rank do not fit, and those with another alpha would be scaled wrongly."""
     try:
         config = json.loads(Path(folder, "adapter_config.json").read_text())
-        found = config["r"], config["lora_alpha"] / config["r"], config.get("use_rslora", False)
-        with safetensors.safe_open(Path(folder, "adapter_model.safetensors"), "pt") as weights:
-            weights.keys()
+        scale = config["lora_alpha"] / config["r"]
+        safetensors.safe_open(Path(folder, "adapter_model.safetensors"), "pt")
     except Exception as error:
         raise BadInput(f"--adapter {folder} holds no adapters: {error!r}")
-    if found != (rank, 2, False):
-        raise BadInput(f"--adapter {folder}: needs --lora_rank {found[0]}, and an alpha of twice that")
+    if config["r"] != rank or scale != 2 or config.get("use_rslora"):
+        raise BadInput(f"--adapter {folder}: wants --lora_rank {config['r']}, and alpha = 2 * rank")
 
 # --- What the trainer asks of a model -------------------------------------------------------------
 # A model of your own is a class like `Policy`: examples/toy.py is a small one, `GLMImageWrapper`
@@ -404,13 +382,14 @@ class GRPOTrainer:
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
         if config.resume:
+            self.out = Path(config.resume)
             self.load_checkpoint()
-        elif config.adapter:
-            self.lora.load(config.adapter)
-        if RANK == 0:  # the first process alone writes files
-            self.out = Path(config.resume) if config.resume else claim_folder(config.out)
-            save_settings(self.out, config)
-            self.save_checkpoint()
+        else:
+            if config.adapter:
+                self.lora.load(config.adapter)
+            if RANK == 0:  # the first process alone writes files
+                self.out = claim_folder(config.out)
+                self.save_checkpoint()
 
     def train(self):
         config = self.config
@@ -469,7 +448,8 @@ class GRPOTrainer:
                     metrics[name] += value * share / config.num_iterations
             metrics["grad_norm"] += self.update_weights() / config.num_iterations
         gap = rollout.logprobs.to(DEVICE) - old_logprobs
-        return metrics | dict(sampler_gap_max=gap.abs().max().item())
+        metrics["sampler_gap_max"] = gap.abs().max().item()
+        return metrics
 
     @torch.no_grad()
     def compute_ref_logprobs(self, rollout, micro_batches):
@@ -505,7 +485,10 @@ class GRPOTrainer:
             self.save_samples(step)
         save_metrics(self.out, self.history)
         self.save_checkpoint()
-        print_row(row)
+        names = "step reward reward_std loss kl entropy grad_norm sampler_gap_max".split()
+        print(*[f"{name} {row[name]:<8.4g}" for name in names if name in row], flush=True)
+        if row["reward_std"] == 0:
+            print("All groups had equal rewards: this step taught nothing.", flush=True)
 
     def save_samples(self, step):
         """Pictures of the first eight prompts, always with the seeds 0 to 7, and the adapters that
@@ -518,14 +501,16 @@ class GRPOTrainer:
 
     def save_checkpoint(self):
         """Written aside, then renamed: a kill leaves the checkpoint of the step before."""
-        state = dict(prompts=self.prompts, history=self.history, adapter=self.lora.weights,
+        state = dict(config=dataclasses.asdict(self.config), prompts=self.prompts,
+                     history=self.history, adapter=self.lora.weights,
                      optimizer=self.optimizer.state_dict())
         unfinished = self.out / "checkpoint.part"
         torch.save(state, unfinished)
         unfinished.replace(self.out / "checkpoint.pt")
 
     def load_checkpoint(self):
-        state = read_checkpoint(self.config, self.prompts)
+        state = read_checkpoint(self.config.resume)
+        check_resume(state, self.config, self.prompts)
         self.history = state["history"]
         self.lora.copy_weights(state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -542,58 +527,36 @@ def claim_folder(out):
             return folder
         except FileExistsError:
             if out:
-                raise BadInput(f"--out {out} exists: name another folder, or --resume {out}")
+                raise BadInput(f"--out {out}: must be a new folder")
             time.sleep(1)  # another run began in this second, so the next one gives the name
 
-def save_settings(folder, config):
-    settings = dataclasses.asdict(config)
-    del settings["out"], settings["resume"]  # the folder may be moved
-    text = json.dumps(settings, indent=1)
-    write_whole(Path(folder, "grpo.json"), text)
-
 def save_metrics(folder, history):
-    """A row for each step. JSON has no NaN and no infinity; null stands for both."""
+    """All rows, as a kill may have torn the last one. JSON has no NaN: null stands for it."""
     lines = []
     for row in history:
         row = {name: value if math.isfinite(value) else None for name, value in row.items()}
         lines.append(json.dumps(row) + "\n")
-    write_whole(Path(folder, "metrics.jsonl"), "".join(lines))
+    Path(folder, "metrics.jsonl").write_text("".join(lines))
 
-def write_whole(path, text):
-    """Written aside, then renamed: a kill leaves the file that was there, not half of a new one."""
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(text)
-    unfinished.replace(path)
-
-def read_settings(folder):
-    """What a model's or a run's folder sets in grpo.json -> {name: value}; {} without the file."""
-    path = Path(folder, "grpo.json")
-    if not path.is_file():
-        return {}
+def read_checkpoint(folder):
+    """What `save_checkpoint` wrote. `weights_only` lets a file run no code, `mmap` reads from it
+    only what is used."""
     try:
-        settings = json.loads(path.read_text())
-        unknown = settings.keys() - inspect.get_annotations(Config)
-    except (ValueError, AttributeError) as error:
-        raise BadInput(f"{path} holds no settings: {error}")
-    if unknown:
-        raise BadInput(f"{path} has unknown settings: {', '.join(unknown)}")
-    return settings
-
-def read_checkpoint(config, prompts):
-    """What `save_checkpoint` wrote, if this run can continue it. `weights_only` lets a file run no
-    code, and `mmap` reads only what is used."""
-    try:
-        path = Path(config.resume, "checkpoint.pt")
-        state = torch.load(path, "cpu", weights_only=True, mmap=True)
-        saved_prompts = state["prompts"]
-        done = len(state["history"])
+        state = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)
+        state["config"]["seed"]
     except Exception as error:
-        raise BadInput(f"--resume {config.resume}: holds no run: {error!r}")
-    if saved_prompts != prompts:  # the order in which they come would be another
-        raise BadInput(f"--resume {config.resume}: --prompts has other prompts than the run")
-    if done >= config.steps:
-        raise BadInput(f"--resume {config.resume}: its {done} steps are done; raise --steps")
+        raise BadInput(f"--resume {folder}: holds no run: {error!r}")
     return state
+
+def check_resume(state, config, prompts):
+    """Refuses what would make another run of it. Everything else may change."""
+    for name in "model adapter batch_size lora_rank seed".split():
+        if getattr(config, name) != state["config"][name]:
+            raise BadInput(f"--{name}: the run keeps {state['config'][name]}")
+    if state["prompts"] != prompts:
+        raise BadInput("--prompts: the run keeps its own, which were others")
+    if len(state["history"]) >= config.steps:
+        raise BadInput(f"--resume {config.resume}: its steps are done; raise --steps")
 
 def merge_over_gpus(metrics):
     """The metrics of all processes as one row: the maximum of MAXIMA, the mean of all else."""
@@ -606,12 +569,6 @@ def merge_over_gpus(metrics):
         values = [row[name] for row in rows]
         merged[name] = max(values) if name in MAXIMA else sum(values) / len(values)
     return merged
-
-def print_row(row):
-    names = "step reward reward_std loss kl entropy grad_norm sampler_gap_max".split()
-    print(*[f"{name} {row[name]:<8.4g}" for name in names if name in row], flush=True)
-    if row["reward_std"] == 0:
-        print("All groups had equal rewards: this step taught nothing.", flush=True)
 
 # --- The distribution of the policy ---------------------------------------------------------------
 def compute_policy_logprobs(logits, nucleus=None):
@@ -836,23 +793,22 @@ def move_tables(rope, inputs, tables):
 
 # --- The command line -----------------------------------------------------------------------------
 def parse_args(argv=None, **defaults):
-    """-> Config. What is typed comes first, then the settings of the run to resume, then those that
-    the model's folder brings, then the defaults given here, then those of Config."""
+    """-> Config. What is typed comes first, then the settings of the run to resume, or those that
+    the model's folder brings; then the defaults given here; then those of Config."""
     parser = transformers.HfArgumentParser(
-        Config, allow_abbrev=False, description="GRPO for GLM-Image, see README.md.",
-        usage="python grpo.py [--group-size 8 ..]")
+        Config, allow_abbrev=False, usage="python grpo.py [--group-size 8 ..]")
     parser.set_defaults(**defaults)
     typed, _ = parser.parse_known_args(argv)
-    settings = read_settings(typed.resume or typed.model)
-    parser.set_defaults(**settings)
-    typed = parser.parse_args(argv)
+    settings = {}
+    path = Path(typed.model, "grpo.json")
     if typed.resume:
-        for name in "model adapter batch_size lora_rank seed".split():
-            if getattr(typed, name) != settings.get(name):
-                raise BadInput(f"--{name}: the run keeps {settings.get(name)}")
-        if typed.out:
-            raise BadInput(f"--out: the run stays in its folder, {typed.resume}")
-    return Config(**vars(typed))
+        settings = read_checkpoint(typed.resume)["config"] | dict(out=None)
+    elif path.is_file():
+        settings = json.loads(path.read_text())
+    if not settings.keys() <= inspect.get_annotations(Config).keys():
+        raise BadInput(f"{typed.resume or path} has other settings than {list(vars(typed))}")
+    parser.set_defaults(**settings)
+    return Config(**vars(parser.parse_args(argv)))
 
 def check_before_loading(config, prompts, targets, rewards):
     """What can be known to fail before a model is loaded, which takes minutes."""
@@ -862,37 +818,32 @@ def check_before_loading(config, prompts, targets, rewards):
     if "mse" in rewards and None in targets:
         raise BadInput("--reward mse: every line of --prompts needs a target")
     if config.resume:
-        read_checkpoint(config, prompts)
-        return
-    if config.adapter:
+        check_resume(read_checkpoint(config.resume), config, prompts)
+    elif config.adapter:
         check_adapter(config.adapter, config.lora_rank)
-    folder = Path(config.out or "runs/new")
-    if folder.exists():
-        raise BadInput(f"--out {folder} exists: name another folder, or --resume {folder}")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {folder}: {error}")
-
-def run(argv, load_model, defaults):
-    config = parse_args(argv, **defaults)
-    prompts, targets = load_prompts(config.prompts)
-    rewards = load_rewards(config.reward)
-    check_before_loading(config, prompts, targets, rewards)
-    wrapper = load_model(config.model, config)
-    trainer = GRPOTrainer(config, wrapper, prompts, rewards, targets)
-    if RANK == 0:
-        print(f"model: {config.model} on {DEVICE}, files: {trainer.out}", flush=True)
-    trainer.train()
+    if config.out:
+        if config.resume or os.path.exists(config.out):
+            raise BadInput(f"--out {config.out}: must be a new folder; a resumed run has its own")
+        try:
+            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"--out {config.out}: {error}")
 
 def main(argv=None, load_model=GLMImageWrapper.from_pretrained, **defaults):
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        # gloo, as NCCL would wait for a process that has failed.
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group("gloo")  # NCCL would wait for a process that failed
     try:
-        run(argv, load_model, defaults)
+        config = parse_args(argv, **defaults)
+        prompts, targets = load_prompts(config.prompts)
+        rewards = load_rewards(config.reward)
+        check_before_loading(config, prompts, targets, rewards)
+        wrapper = load_model(config.model, config)
+        trainer = GRPOTrainer(config, wrapper, prompts, rewards, targets)
+        if RANK == 0:
+            print(f"model: {config.model} on {DEVICE}, files: {trainer.out}", flush=True)
+        trainer.train()
     except BadInput as error:
         print("grpo.py: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)
