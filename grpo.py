@@ -9,21 +9,18 @@ and a diffusion transformer (DiT, 7 B weights) paints them. The AR half is what 
 
 A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTrainer.train`:
   1. sample   the policy, AR + LoRA, draws G token sequences per prompt; each token is an action
-  2. decode   the frozen DiT paints them; all G images of a prompt, a group, start from the same
-              noise, so that they differ only because their tokens do
+  2. decode   the frozen DiT paints them; all G images of a prompt, its group, have the same noise
   3. score    any function turns images into numbers, which need not be differentiable
   4. compare  advantage = (reward - mean) / std of its group; the mean replaces a value network
   5. update   tokens of better images become likelier, within PPO's clip, near the base model (KL)
   6. log      metrics, pictures of fixed prompts, a checkpoint
 
-Axes:  P  prompts in a step on one GPU                T  image tokens, as many for every image, so
-       G  samples of each prompt, a group                that no sample needs padding or a mask
-       N  = P * G samples, in the order p0 p0 p1 p1   V  codes that a token can be
-       B  samples in a micro-batch                    L  prompt tokens, padded on the left
+Axes: P prompts of a GPU, G samples of each, N = P * G samples in the order p0 p0 p1 p1, B of them
+      in a micro-batch; L prompt tokens, padded on the left; T image tokens of V codes each. T is
+      the same for all images, so that no sample needs padding or a mask.
 
-A first reading may stop after the trainer. What follows it is the files of a run, GLM-Image itself
-and the command line. Written for torch 2.11 to 2.15, transformers 5.23 and diffusers 0.42.
-"""
+A first reading may stop after the trainer: then come the files of a run, GLM-Image itself, and the
+command line. Written for torch 2.11 to 2.15, transformers 5.23 and diffusers 0.42."""
 import collections, contextlib, dataclasses, functools, inspect, json, math, os, re, runpy, sys, time
 from pathlib import Path
 from typing import Literal
@@ -39,17 +36,23 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 GPU_GIB = torch.cuda.get_device_properties(0).total_memory / 2**30 if CUDA else 0
 HERE = Path(__file__).parent
-MAXIMA = ["sampler_gap_max", "gpu_gib_max"]  # over GPUs these metrics are not averaged
 progress = functools.partial(tqdm.tqdm, leave=False, disable=None)  # a bar in a terminal, else none
 
 class BadInput(ValueError):
     """Something typed, or in a file of the user's, is wrong. `main` prints it in one line."""
 
+@contextlib.contextmanager
+def refusing(what):
+    """Inside `with refusing("--prompts p.txt"):` every error means that this is wrong."""
+    try:
+        yield
+    except Exception as error:
+        raise BadInput(f"{what}: {error or repr(error)}") from error
+
 # --- Settings -------------------------------------------------------------------------------------
 # Each field is a flag: `python grpo.py --group-size 8`. A model's folder may bring defaults of its
 # own in a file `grpo.json`, as the small GLM-Image does that is trained where there is no GPU.
 SMALL_MODEL = os.path.relpath(HERE / "examples/tiny-glm-image")
-REAL_MODEL = "zai-org/GLM-Image"
 
 def flag(default, help):
     return transformers.hf_argparser.HfArg(default=default, help=help)
@@ -57,7 +60,7 @@ def flag(default, help):
 @dataclasses.dataclass
 class Config:
     # What is trained, and on what
-    model: str = flag(REAL_MODEL if GPU_GIB > 22 else SMALL_MODEL, "hub id or folder of a pipeline")
+    model: str = flag("zai-org/GLM-Image" if GPU_GIB > 22 else SMALL_MODEL, "hub id or folder")
     adapter: str = flag(None, "folder of LoRA weights to begin with")
     prompts: str = flag(None, "text file, one prompt a line; None: prompts.txt")
     reward: str = flag("color", "color, mse, file.py:function; weighted: color=1,mine.py:sharp=.2")
@@ -79,8 +82,7 @@ class Config:
     top_p: float = flag(None, "draw from the likeliest codes with this mass; None: the model's own")
     decode_steps: int = flag(20, "denoising steps of the DiT")
     guidance: float = flag(1.5, "classifier-free guidance of the DiT; 1 is off")
-    offload: Literal["auto", "on", "off"] = flag("auto", "on: one half at a time on the GPU; "
-                                                         "auto: on below 60 GiB")
+    offload: Literal["auto", "on", "off"] = flag("auto", "one half at a time; auto: below 60 GiB")
     # The run
     out: str = flag(None, "new folder for the run; None: runs/<date-time>")
     resume: str = flag(None, "folder of a run to continue with its own settings")
@@ -88,26 +90,25 @@ class Config:
     seed: int = flag(0, "seed of everything random")
 
     def __post_init__(self):
-        lowest = dict(
-            steps=1, group_size=2, batch_size=1, micro_batch_size=1, num_iterations=1, lr=0,
-            clip_range=0, kl_coef=0, max_grad_norm=1e-9, lora_rank=1, width=32, height=32,
-            temperature=0.01, top_p=0.01, decode_steps=1, guidance=0, save_every=1, seed=0)
-        for name, low in lowest.items():
+        # Counts are at least 1 and other numbers at least 0, with these exceptions.
+        lowest = dict(group_size=2, seed=0, max_grad_norm=1e-9, temperature=0.01, top_p=0.01)
+        for name, kind in inspect.get_annotations(Config).items():
             value = getattr(self, name)
-            if value is not None and not low <= value < math.inf:  # a NaN fails, too
-                raise BadInput(f"--{name} {value}: must be {low} or more")
+            low = lowest.get(name, 1 if kind is int else 0)
+            if kind in (int, float) and value is not None and not low <= value < 2**40:
+                raise BadInput(f"--{name} {value}: must be {low} or more, and finite")
         if self.top_p is not None and self.top_p > 1:
             raise BadInput(f"--top_p {self.top_p}: must be 1 or less")
         if self.width % 32 or self.height % 32:
             raise BadInput("--width and --height must be multiples of 32")
         if self.batch_size % WORLD_SIZE:
             raise BadInput(f"--batch_size must be a multiple of the number of GPUs, {WORLD_SIZE}")
+        if "" in (self.resume, self.adapter):
+            raise BadInput("--resume and --adapter must name a folder")
 
 # --- The maths of GRPO: pure functions of tensors -------------------------------------------------
 def compute_advantages(rewards, group_size):
     """A = (r - mean of its group) / (std of its group + 1e-6). rewards [N] -> advantages [N]."""
-    if group_size < 2:
-        raise ValueError("a group of one has nothing to compare")
     # In single precision the mean of equal rewards can be 1e-7 off by rounding, and 1e-7 divided by
     # 1e-6 is an advantage of 0.1. In double precision it is 0.
     groups = torch.as_tensor(rewards).double().view(-1, group_size)  # [P, G]
@@ -118,18 +119,14 @@ def compute_advantages(rewards, group_size):
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
                       ref_logprobs=None, kl_coef=0.0):
     """PPO's clipped surrogate (1707.06347) plus a KL to the reference -> loss, {metric: float}.
-
         ratio = exp(new - old), clipped to 1 - clip_range .. 1 + clip_range
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1
-
     The mean of k3 is KL(new, ref) if `new` drew the tokens (Schulman, "Approximating KL
     Divergence"). From the second update of a rollout on this holds only nearly.
-    Log-probs are [N, T], or [N] (one action each), advantages [N]. Only new_logprobs get a gradient.
-
+    Log-probs are [N, T], or [N] (one action each), advantages [N]. Only `new` gets a gradient.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
-    which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE.
-    """
+    which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
     if advantages.shape != new_logprobs.shape[:1]:  # [N, T] would broadcast silently
         raise ValueError(f"advantages must be [N], one for each row: {advantages.shape}")
     new = new_logprobs.float().reshape(len(advantages), -1)  # [N, T]
@@ -155,7 +152,6 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
 # --- Rewards and prompts --------------------------------------------------------------------------
 # A reward is any function that gives each image a finite number, higher is better. Only differences
 # within a group matter. Yours may be this, used by `--reward mine.py:bright`:
-#
 #     def bright(images, prompts, targets):  # PIL images, texts, PIL images to imitate or None
 #         return [image.convert("L").resize((1, 1)).getpixel((0, 0)) for image in images]
 COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
@@ -194,15 +190,13 @@ def load_rewards(text):
         name, _, weight = part.strip().partition("=")
         path, _, function_name = name.rpartition(":")
         function = run_once(path).get(function_name) if path else REWARDS.get(name)
-        if not callable(function):
-            raise BadInput(f"--reward {name}: there is no such function")
-        if name in rewards:
-            raise BadInput(f"--reward {name}: named twice")
-        try:
+        if not callable(function) or name in rewards:
+            raise BadInput(f"--reward {name}: there is no such function, or it is named twice")
+        with refusing(f"--reward {part}, which takes images, prompts, targets"):
             inspect.signature(function).bind("images", "prompts", "targets")
-            rewards[name] = function, float(weight or 1)
-        except (TypeError, ValueError) as error:  # of another function, or of no number
-            raise BadInput(f"--reward {part}: takes images, prompts, targets and a weight: {error}")
+        with refusing(f"--reward {part}: its weight must be a finite number"):
+            assert math.isfinite(float(weight or 1))
+        rewards[name] = function, float(weight or 1)
     return rewards
 
 def run_file(path):
@@ -233,16 +227,14 @@ def load_prompts(path):
     path = Path(path or HERE / "prompts.txt")
     prompts = []
     targets = []
-    place = f"--prompts {path}"
-    try:
-        for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
-            prompt, tab, target = line.strip().partition("\t")
-            if prompt and not prompt.startswith("#"):
-                place = f"--prompts {path}, line {number}, target {target!r} after the tab"
-                prompts.append(prompt)
+    with refusing(f"--prompts {path}"):
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    for number, line in enumerate(lines, start=1):
+        prompt, tab, target = line.strip().partition("\t")
+        if prompt and not prompt.startswith("#"):
+            prompts.append(prompt)
+            with refusing(f"--prompts {path}, line {number}, the target after the tab"):
                 targets.append(Image.open(path.parent / target).convert("RGB") if tab else None)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{place}: {error}")
     if not prompts:
         raise BadInput(f"--prompts {path}: has no prompts")
     return prompts, targets
@@ -250,11 +242,9 @@ def load_prompts(path):
 # --- LoRA (arXiv 2106.09685): the weights that are trained ----------------------------------------
 class LoRA:
     """W x becomes W x + 2 B A x: W is frozen, B begins at 0, and 2 is alpha / rank.
-
     `layers` is a regex for the names of the linear layers. `weights` holds A [rank, in] and
     B [out, rank] of each, under the names that peft gives them. They are fp32, as the bf16 weight
-    0.02 plus an Adam step of 5e-5 is the same bf16 weight. A model can have one LoRA, for good.
-    """
+    0.02 plus an Adam step of 5e-5 is the same bf16 weight. A model can have one LoRA, for good."""
     def __init__(self, model, layers, rank):
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
         self.enabled = True
@@ -307,13 +297,11 @@ class LoRA:
 
 def check_adapter(folder, rank):
     """Adapters of another rank do not fit, and those with another alpha would be scaled wrongly."""
-    try:
+    with refusing(f"--adapter {folder} holds no adapters"):
         config = json.loads(Path(folder, "adapter_config.json").read_text())
         scale = config["lora_alpha"] / config["r"]
         safetensors.safe_open(Path(folder, "adapter_model.safetensors"), "pt")
-    except Exception as error:
-        raise BadInput(f"--adapter {folder} holds no adapters: {error!r}")
-    if config["r"] != rank or scale != 2 or config.get("use_rslora"):
+    if config["r"] != rank or scale != 2:
         raise BadInput(f"--adapter {folder}: wants --lora_rank {config['r']}, and alpha = 2 * rank")
 
 # --- What the trainer asks of a model -------------------------------------------------------------
@@ -330,9 +318,8 @@ class Rollout:
 
     def part(self, rows):
         """The samples of a slice, as a Rollout."""
-        nuclei = None if self.nuclei is None else self.nuclei[rows]
-        return Rollout(
-            self.prompts[rows], self.images[rows], self.tokens[rows], self.logprobs[rows], nuclei)
+        values = vars(self).values()
+        return Rollout(*[None if value is None else value[rows] for value in values])
 
 class Policy:
     """What `GRPOTrainer` uses of the model that it trains."""
@@ -342,20 +329,16 @@ class Policy:
     def generate_with_tracking(self, prompts, group_size, seeds):
         """Steps 1 and 2: P prompts, and a seed for each -> a Rollout of P * group_size samples.
         Equal seeds give equal samples, whatever else is in the batch."""
-        raise NotImplementedError
 
     def compute_logprobs(self, rollout):
         """Log-probs of the rollout's tokens under the policy as it is now -> log-probs with a
         gradient, entropies without, both [B, T]."""
-        raise NotImplementedError
 
 # --- The trainer ----------------------------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
     """The share of this GPU in the prompts of a step -> P places in the list, P seeds.
-
     An epoch is a pass over all prompts, each in another random order. Everything follows from the
-    seed and the step, so that a resumed run has no state to restore here.
-    """
+    run's seed and the step, so that a resumed run has no state to restore here."""
     places = []
     seeds = []
     end = step * config.batch_size
@@ -363,14 +346,12 @@ def choose_prompts(step, num_prompts, config):
         epoch, place = divmod(count, num_prompts)
         order = np.random.default_rng([config.seed, epoch]).permutation(num_prompts)
         places.append(order[place])
-        # Mixed with the run's seed, so that runs with different seeds do not share their samples.
-        mixed = np.random.SeedSequence([config.seed, count])
-        seeds.append(int(mixed.generate_state(1)[0]))
+        seeds.append(1_000_000 * (config.seed + 1) + count)  # a million for each run's seed
     return places, seeds
 
 class GRPOTrainer:
     """Trains `wrapper`, a Policy. rewards: {name: (function, weight)}; targets: images to imitate.
-    It begins a run in a new folder, or continues the run in `config.resume`."""
+    It begins a run in a new folder, or continues the one in `config.resume`."""
     def __init__(self, config, wrapper, prompts, rewards, targets=None):
         self.config = config
         self.wrapper = wrapper
@@ -382,14 +363,12 @@ class GRPOTrainer:
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
         if config.resume:
-            self.out = Path(config.resume)
             self.load_checkpoint()
-        else:
-            if config.adapter:
-                self.lora.load(config.adapter)
-            if RANK == 0:  # the first process alone writes files
-                self.out = claim_folder(config.out)
-                self.save_checkpoint()
+        elif config.adapter:
+            self.lora.load(config.adapter)
+        if RANK == 0:  # the first process alone writes files
+            self.out = Path(config.resume or claim_folder(config.out))
+            self.save_checkpoint()
 
     def train(self):
         config = self.config
@@ -403,63 +382,55 @@ class GRPOTrainer:
             # 1. Sample and 2. decode.
             rollout = self.wrapper.generate_with_tracking(prompts, config.group_size, seeds)
             # 3. Score.
-            rewards, metrics = compute_rewards(
-                rollout.images, rollout.prompts, targets, self.rewards)
+            images = rollout.images
+            rewards, metrics = compute_rewards(images, rollout.prompts, targets, self.rewards)
             # 4. Compare.
             advantages = compute_advantages(rewards, config.group_size)
             # 5. Update.
             metrics |= self.train_step(rollout, advantages)
             # 6. Log.
-            spread = rewards.double().view(-1, config.group_size).std(1)
-            metrics["reward_std"] = spread.mean().item()
+            groups = rewards.double().view(-1, config.group_size)
+            metrics["reward_std"] = groups.std(1).mean().item()
             metrics["seconds"] = time.perf_counter() - started
             self.log(step, metrics)
 
     def train_step(self, rollout, advantages):
-        """Step 5: the updates from one rollout; advantages [N] -> {metric: float}.
-
-        Micro-batches only save memory: each counts by its share of the samples, so their size does
-        not change the gradient.
-        """
+        """Step 5: the updates from one rollout; advantages [N] -> {metric: float}. Micro-batches
+        only save memory: each counts by its share of the samples, so the gradient is the same."""
         config = self.config
         N = len(advantages)
-        starts = range(0, N, config.micro_batch_size)
-        micro_batches = [slice(start, start + config.micro_batch_size) for start in starts]
-        ref_logprobs = [None] * len(micro_batches)
-        if config.kl_coef > 0:
-            ref_logprobs = self.compute_ref_logprobs(rollout, micro_batches)
-        old_logprobs = torch.empty(rollout.logprobs.shape, device=DEVICE)  # filled by the first pass
-        metrics = collections.defaultdict(float)
+        size = config.micro_batch_size
+        micro_batches = [slice(start, start + size) for start in range(0, N, size)]
+        ref_logprobs = self.compute_ref_logprobs(rollout, micro_batches)
+        old_logprobs = rollout.logprobs.to(DEVICE, copy=True)  # [N, T]
+        totals = collections.Counter()
         self.optimizer.zero_grad()  # an interrupted step may have left gradients
         for iteration in range(config.num_iterations):
             for rows, ref in zip(micro_batches, ref_logprobs):
                 new_logprobs, entropy = self.wrapper.compute_logprobs(rollout.part(rows))  # [B, T]
                 # The trap of bf16: sampler and trainer round differently, so their ratio is not 1.
-                # So the old log-probs are those of the first pass here, not those of the sampler.
-                if iteration == 0:
-                    old_logprobs[rows] = new_logprobs.detach()
-                loss, values = compute_grpo_loss(
-                    new_logprobs, old_logprobs[rows], advantages[rows],
-                    config.clip_range, ref, config.kl_coef)
-                values["entropy"] = entropy.mean().item()
+                # The old log-probs are therefore those of the first pass here.
+                old = new_logprobs.detach() if iteration == 0 else old_logprobs[rows]
+                old_logprobs[rows] = old
+                loss, metrics = compute_grpo_loss(
+                    new_logprobs, old, advantages[rows], config.clip_range, ref, config.kl_coef)
+                metrics["entropy"] = entropy.mean().item()
                 share = len(new_logprobs) / N
                 (loss * share / WORLD_SIZE).backward()
-                for name, value in values.items():
-                    metrics[name] += value * share / config.num_iterations
-            metrics["grad_norm"] += self.update_weights() / config.num_iterations
+                share /= config.num_iterations
+                totals.update({name: share * value for name, value in metrics.items()})  # adds
+            totals["grad_norm"] += self.update_weights() / config.num_iterations
         gap = rollout.logprobs.to(DEVICE) - old_logprobs
-        metrics["sampler_gap_max"] = gap.abs().max().item()
-        return metrics
+        totals["sampler_gap_max"] = gap.abs().max().item()
+        return dict(totals)
 
     @torch.no_grad()
     def compute_ref_logprobs(self, rollout, micro_batches):
-        """The reference is the policy without its adapters: no second model is needed."""
-        parts = []
+        """The reference is the policy without its adapters: no second model is needed. A list."""
+        if self.config.kl_coef == 0:
+            return [None] * len(micro_batches)
         with self.lora.disabled():
-            for rows in micro_batches:
-                logprobs, _ = self.wrapper.compute_logprobs(rollout.part(rows))
-                parts.append(logprobs)
-        return parts
+            return [self.wrapper.compute_logprobs(rollout.part(rows))[0] for rows in micro_batches]
 
     def update_weights(self):
         """One step of the optimizer -> the norm of the gradient."""
@@ -491,8 +462,7 @@ class GRPOTrainer:
             print("All groups had equal rewards: this step taught nothing.", flush=True)
 
     def save_samples(self, step):
-        """Pictures of the first eight prompts, always with the seeds 0 to 7, and the adapters that
-        drew them."""
+        """Pictures of the first prompts, always with the same seeds, and the adapters they show."""
         prompts = self.prompts[:8]
         rollout = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))
         sheet = diffusers.utils.make_image_grid(rollout.images, 1, len(prompts))
@@ -501,9 +471,8 @@ class GRPOTrainer:
 
     def save_checkpoint(self):
         """Written aside, then renamed: a kill leaves the checkpoint of the step before."""
-        state = dict(config=dataclasses.asdict(self.config), prompts=self.prompts,
-                     history=self.history, adapter=self.lora.weights,
-                     optimizer=self.optimizer.state_dict())
+        state = dict(config=vars(self.config), prompts=self.prompts, history=self.history,
+                     adapter=self.lora.weights, optimizer=self.optimizer.state_dict())
         unfinished = self.out / "checkpoint.part"
         torch.save(state, unfinished)
         unfinished.replace(self.out / "checkpoint.pt")
@@ -532,20 +501,17 @@ def claim_folder(out):
 
 def save_metrics(folder, history):
     """All rows, as a kill may have torn the last one. JSON has no NaN: null stands for it."""
-    lines = []
-    for row in history:
-        row = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        lines.append(json.dumps(row) + "\n")
-    Path(folder, "metrics.jsonl").write_text("".join(lines))
+    with open(folder / "metrics.jsonl", "w") as file:
+        for row in history:
+            row = {name: value if math.isfinite(value) else None for name, value in row.items()}
+            print(json.dumps(row), file=file)
 
 def read_checkpoint(folder):
     """What `save_checkpoint` wrote. `weights_only` lets a file run no code, `mmap` reads from it
     only what is used."""
-    try:
+    with refusing(f"--resume {folder} holds no run"):
         state = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)
-        state["config"]["seed"]
-    except Exception as error:
-        raise BadInput(f"--resume {folder}: holds no run: {error!r}")
+        Config(**state["config"])  # fails if its settings are not ours
     return state
 
 def check_resume(state, config, prompts):
@@ -559,41 +525,31 @@ def check_resume(state, config, prompts):
         raise BadInput(f"--resume {config.resume}: its steps are done; raise --steps")
 
 def merge_over_gpus(metrics):
-    """The metrics of all processes as one row: the maximum of MAXIMA, the mean of all else."""
-    rows = [metrics]
+    """The metrics of all processes -> one row: the mean, and of two metrics the maximum."""
+    rows = [metrics] * WORLD_SIZE
     if WORLD_SIZE > 1:
-        rows = [None] * WORLD_SIZE
         torch.distributed.all_gather_object(rows, metrics)
     merged = {}
     for name in metrics:
-        values = [row[name] for row in rows]
-        merged[name] = max(values) if name in MAXIMA else sum(values) / len(values)
+        merge = np.max if name in ("sampler_gap_max", "gpu_gib_max") else np.mean
+        merged[name] = merge([row[name] for row in rows]).item()
     return merged
 
 # --- The distribution of the policy ---------------------------------------------------------------
 def compute_policy_logprobs(logits, nucleus=None):
     """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
-
     logits [.., V], fp32; nucleus [.., V], bool: what top-p leaves, or None -> log-probs [.., V].
     The trap of top-p: pi(code) = softmax(code) / (sum of the softmax over the nucleus). A trainer
     without the division, or with a nucleus of its own, improves another policy than the one that
-    sampled. So the sampler keeps its nuclei, and the reference uses them too (2512.02556).
-    """
+    sampled. So the sampler keeps its nuclei, and the reference uses them too (2512.02556)."""
     if nucleus is not None:
         logits = logits.masked_fill(~nucleus.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
 
-def find_nucleus(logits, top_p):
-    """The smallest set of codes with a total chance of at least top_p -> [N, V], bool."""
-    warp = transformers.TopPLogitsWarper(top_p)  # sets the logits of all other codes to -inf
-    return warp(None, logits).isfinite()
-
 def sample_codes(logprobs, uniform):
     """Inverse-CDF sampling: logprobs [N, V], random numbers in 0..1 [N, 1] -> codes [N, 1].
-
     Each sample has random numbers of its own, so it does not depend on what else is in the batch,
-    as it would with `torch.multinomial`.
-    """
+    as it would with `torch.multinomial`."""
     cdf = logprobs.double().exp().cumsum(1)
     point = uniform * cdf[:, -1:]  # the last value is 1 only up to rounding
     # right=True finds the first code whose cdf is above the point: never a code of chance 0.
@@ -609,18 +565,14 @@ def sample_codes(logprobs, uniform):
 #   5. Of the prompt the DiT reads only words in quotation marks, letter by letter (glyphs).
 def build_position_ids(attention_mask, grids):
     """Positions (t, h, w): mask [B, L] of the prompts, (height, width) of grids -> [3, B, L + T].
-
     In text t, h and w all count the tokens. Inside a grid t stands still, h counts rows and w
     columns; the next part starts max(height, width) after the grid's start:
-
               pad  prompt    1 x 2   2 x 2
          t:   -1   0  1  2   3  3    5  5  5  5
          h:   -1   0  1  2   3  3    5  5  6  6
          w:   -1   0  1  2   3  4    5  6  5  6
-
     The trap: `transformers` makes these in `generate` only. A plain forward pass takes the image
-    for a line of text, without any error, and every log-prob is wrong.
-    """
+    for a line of text, without any error, and every log-prob is wrong."""
     parts = [(attention_mask.cumsum(1) - 1).expand(3, -1, -1)]  # text [3, B, L]
     start = attention_mask.sum(1, keepdim=True)  # [B, 1]
     for height, width in grids:
@@ -638,9 +590,7 @@ class Halves:
         model = pipe.vision_language_encoder
         self.ar = nn.ModuleList([model.model.language_model, model.lm_head])
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
-        self.both = nn.ModuleList([self.ar, self.dit])
-        self.both.requires_grad_(False)
-        self.both.eval()
+        self.both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False).eval()
         self.offload = offload == "on" or (offload == "auto" and 0 < GPU_GIB < 60)
         self.both.to("cpu" if self.offload else DEVICE)
         self.on_gpu = None  # ar or dit
@@ -664,7 +614,7 @@ class GLMImageWrapper(Policy):
         self.halves = Halves(pipe, config.offload)
         own = self.policy.generation_config
         self.temperature = config.temperature or own.temperature or 1.0
-        self.top_p = config.top_p or own.top_p or 1.0
+        self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or own.top_p or 1.0)
         # The backward pass computes activations once more, which saves most of their memory.
         # transformers does so in training mode only, see `compute_logprobs`.
         self.policy.activation_checkpointing_enable()
@@ -676,12 +626,10 @@ class GLMImageWrapper(Policy):
     @classmethod
     def from_pretrained(cls, path, config):
         """Loads a hub id or a folder. On a CPU, where bf16 is slow, in fp32."""
-        try:
+        with refusing(f"--model {path} cannot be loaded"):
             pipe = diffusers.GlmImagePipeline.from_pretrained(
                 path, dtype=torch.bfloat16 if CUDA else torch.float32,
                 low_cpu_mem_usage=diffusers.utils.is_accelerate_available())  # else it warns
-        except OSError as error:
-            raise BadInput(f"--model {path}: {error}")
         return cls(pipe, config)
 
     def encode(self, prompts):
@@ -693,7 +641,7 @@ class GLMImageWrapper(Policy):
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
                 target_h=self.config.height, target_w=self.config.width,
                 padding=True, padding_side="left")).to(DEVICE)
-        # Rows of image_grid_thw are (1, height, width): the first two are those of all prompts.
+        # Its rows are (1, height, width). The first two are those of every prompt.
         large = inputs.image_grid_thw[0, 1:].tolist()
         draft = inputs.image_grid_thw[1, 1:].tolist()
         position_ids = build_position_ids(inputs.attention_mask, [draft, large])
@@ -702,8 +650,8 @@ class GLMImageWrapper(Policy):
         # A token sees itself and what stands before it. Padding sees the padding before it, as the
         # softmax of a row of -inf alone would be NaN.
         visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
-        bias = torch.zeros(visible.shape, dtype=self.policy.dtype, device=DEVICE)
-        return inputs.input_ids, position_ids, bias.masked_fill(~visible, -math.inf)
+        bias = torch.where(visible, 0.0, -math.inf).to(self.policy.dtype)
+        return inputs.input_ids, position_ids, bias
 
     def forward(self, ids, position_ids, bias, cache=None):
         """ids [B, n] -> logits / temperature [B, n, V], fp32. Not through `self.policy`, as that
@@ -726,24 +674,22 @@ class GLMImageWrapper(Policy):
         T = position_ids.shape[2] - L
         rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniform = torch.cat([torch.rand(group_size, T, generator=rng) for rng in rngs]).to(DEVICE)
-        tokens = []
-        logprobs = []
-        nuclei = []
+        steps = []
         # The prompts pass first. Then each code that is drawn gives the logits of the next one; the
         # cache keeps the keys and values of all that has passed.
         cache = transformers.StaticCache(self.policy.config.text_config, L + T)
         logits = self.forward(ids, position_ids[..., :L], bias[:, :, :L], cache)
         for i in progress(range(L, L + T), "sample"):
-            nucleus = find_nucleus(logits[:, -1], self.top_p)  # [N, V]
+            kept = self.top_p_filter(None, logits[:, -1])  # -inf for codes outside the nucleus
+            nucleus = kept.isfinite()  # [N, V]
             all_logprobs = compute_policy_logprobs(logits[:, -1], nucleus)
             codes = sample_codes(all_logprobs, uniform[:, i - L, None])  # [N, 1]
-            tokens.append(codes)
-            logprobs.append(all_logprobs.gather(1, codes))
-            nuclei.append(nucleus[:, None].cpu())  # large: 21 MB for an image of 1024 pixels
+            logprobs = all_logprobs.gather(1, codes)
+            steps.append((codes.cpu(), logprobs.cpu(), nucleus[:, None].cpu()))
             if i < L + T - 1:
                 place = slice(i, i + 1)
                 logits = self.forward(codes, position_ids[..., place], bias[:, :, place], cache)
-        return torch.cat(tokens, 1).cpu(), torch.cat(logprobs, 1).cpu(), torch.cat(nuclei, 1)
+        return [torch.cat(columns, 1) for columns in zip(*steps)]  # all tokens, all logprobs, ..
 
     def compute_logprobs(self, rollout):
         """Teacher forcing: one pass over prompts and tokens -> log-probs with a gradient, entropies
@@ -771,12 +717,12 @@ class GLMImageWrapper(Policy):
         codes = codes.repeat_interleave(2, 1).repeat_interleave(2, 2)  # each as 2 x 2
         groups = codes.view(len(prompts), -1, 4 * h * w)  # [P, G, 4 * h * w]
         images = []
-        for prompt, group, seed in progress(list(zip(prompts, groups, seeds, strict=True)), "decode"):
+        for i, group in enumerate(progress(groups, "decode")):
             for part in group.split(config.micro_batch_size):
                 # ~seed is -seed - 1: the noise has other random numbers than the tokens.
-                noise = [torch.Generator().manual_seed(~seed) for _ in part]  # the same for all
+                noise = [torch.Generator().manual_seed(~seeds[i]) for _ in part]  # all the same
                 images += self.pipe(  # given codes, it skips its AR half
-                    [prompt] * len(part), prior_token_ids=part, generator=noise,
+                    [prompts[i]] * len(part), prior_token_ids=part, generator=noise,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
                     num_inference_steps=config.decode_steps).images
         return images
@@ -799,15 +745,13 @@ def parse_args(argv=None, **defaults):
         Config, allow_abbrev=False, usage="python grpo.py [--group-size 8 ..]")
     parser.set_defaults(**defaults)
     typed, _ = parser.parse_known_args(argv)
-    settings = {}
     path = Path(typed.model, "grpo.json")
     if typed.resume:
-        settings = read_checkpoint(typed.resume)["config"] | dict(out=None)
+        parser.set_defaults(**read_checkpoint(typed.resume)["config"] | dict(out=None))
     elif path.is_file():
-        settings = json.loads(path.read_text())
-    if not settings.keys() <= inspect.get_annotations(Config).keys():
-        raise BadInput(f"{typed.resume or path} has other settings than {list(vars(typed))}")
-    parser.set_defaults(**settings)
+        with refusing(path):
+            parser.set_defaults(**json.loads(path.read_text()))
+            Config(**vars(parser.parse_args([])))
     return Config(**vars(parser.parse_args(argv)))
 
 def check_before_loading(config, prompts, targets, rewards):
@@ -824,14 +768,14 @@ def check_before_loading(config, prompts, targets, rewards):
     if config.out:
         if config.resume or os.path.exists(config.out):
             raise BadInput(f"--out {config.out}: must be a new folder; a resumed run has its own")
-        try:
+        with refusing(f"--out {config.out}"):
             Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"--out {config.out}: {error}")
 
 def main(argv=None, load_model=GLMImageWrapper.from_pretrained, **defaults):
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        torch.set_num_threads(1)  # more hardly help a small model, and wait for each other if busy
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("gloo")  # NCCL would wait for a process that failed
     try:

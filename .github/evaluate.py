@@ -2,7 +2,7 @@
 change, with a 95 % interval, and do the samples of a prompt still differ?
 
     cp .github/evaluate.py .
-    python evaluate.py runs/mine --steps 0 40 --reward color,mine.py:bright
+    python evaluate.py runs/mine --steps 0 20 --reward color,mine.py:bright
 Every score goes to evaluation.json in the folder of the run, and pictures to film.png."""
 import argparse, itertools, json, textwrap
 from pathlib import Path
@@ -17,19 +17,22 @@ def evaluate(wrapper, lora, adapters, prompts, targets, rewards, samples=4, seed
     for adapter in grpo.progress(adapters, "evaluate"):
         lora.load(adapter)
         drawn = wrapper.generate_with_tracking(prompts, samples, seeds)
-        groups = zip(grpo.split_rollout(drawn, samples), prompts, targets)
-        yield [measure(*group, rewards) for group in groups], drawn["images"][::samples]
+        starts = range(0, len(drawn.prompts), samples)
+        groups = [drawn.part(slice(start, start + samples)) for start in starts]
+        rows = [measure(group, target, rewards) for group, target in zip(groups, targets)]
+        yield rows, drawn.images[::samples]
 
-def measure(group, prompt, target, rewards):
+def measure(group, target, rewards):
     """The rewards of each sample of a prompt, and how much each two of them differ, 0..1."""
-    images = group["images"]
+    images = group.images
     n = len(images)
     measures = {}
     for name, (function, _) in rewards.items():
-        scores, _ = grpo.compute_rewards(images, [prompt] * n, [target] * n, {name: (function, 1)})
+        reward = {name: (function, 1)}
+        scores, _ = grpo.compute_rewards(images, group.prompts, [target] * n, reward)
         measures[name] = scores.tolist()
     large = images[0].width // 32 * (images[0].height // 32)  # codes, after those of the draft
-    codes = group["tokens"][:, -large:].cpu().numpy()
+    codes = group.tokens[:, -large:].numpy()
     measures["codes differ"] = [np.mean(a != b) for a, b in itertools.combinations(codes, 2)]
     measures["pixels differ"] = [np.mean(ImageChops.difference(a, b)) / 255
                                  for a, b in itertools.combinations(images, 2)]
@@ -42,6 +45,10 @@ def find_interval(changes):
 
 def print_table(labels, results):
     """The mean of each measure, its change since the first row, and in how many prompts it rose."""
+    n = len(results[0])
+    print(f"{n} prompts")
+    if n < 12:
+        print("Of fewer than 12 prompts the intervals are too narrow: take more.")
     for name in results[0][0]:
         print(f"\n{name:32} mean  change   95 % interval    rose in")
         means = [np.array([np.mean(row[name]) for row in rows]) for rows in results]  # [P] each
@@ -75,19 +82,21 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     typed = parser.parse_args()
     try:  # all that can be wrong is found before a model is loaded
-        config = grpo.Config.from_run(typed.run)
+        config = grpo.parse_args(["--resume", str(typed.run)])
         prompts, targets = grpo.load_prompts(typed.prompts)
         rewards = grpo.load_rewards(typed.reward or config.reward)
+        config.adapter = config.resume = None  # this is no run
+        grpo.check_before_loading(config, prompts, targets, rewards)
         adapters = {int(path.name[8:]): path for path in sorted(typed.run.glob("adapter_[0-9]*"))}
         steps = typed.steps or list(adapters)
         if not steps or not set(steps) <= adapters.keys():
-            raise ValueError(f"{typed.run} has adapters of steps {list(adapters)}")
+            raise grpo.BadInput(f"{typed.run} has adapters of steps {list(adapters)}")
         if typed.samples < 2:
-            raise ValueError("--samples: 2 at least, to see how much they differ")
-    except (ValueError, TypeError, OSError) as error:
+            raise grpo.BadInput("--samples: 2 at least, to see how much they differ")
+    except grpo.BadInput as error:
         parser.exit(2, f"evaluate.py: error: {' '.join(str(error).split())}\n")
     wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
-    lora = grpo.LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank)
+    lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
     results, pictures = zip(*evaluate(wrapper, lora, [adapters[step] for step in steps],
                                       prompts, targets, rewards, typed.samples, typed.seed))
     labels = [f"step {step}" for step in steps]

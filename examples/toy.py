@@ -1,0 +1,72 @@
+"""A toy that learns from nothing: the pattern for another model as the policy of grpo.py.
+
+    python -m examples.toy    # from the folder of grpo.py; some seven seconds without a GPU
+
+An image has 4 x 4 squares, and each of their 16 codes is one of the eight COLORS. To paint is to
+look colours up. The policy reads the first colour word of a prompt and begins with random weights,
+so that every colour has about the same chance. It learns to paint the one that the prompt names.
+
+The flags are those of grpo.py. Of those for the model only --width and --height have a meaning.
+"""
+import re
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+import grpo
+
+NAMES = list(grpo.COLORS)  # code k is the colour NAMES[k]
+PALETTE = torch.stack(list(grpo.COLORS.values()))  # [V, 3], in 0..1
+SIDE = 4  # squares in a row and in a column
+
+def find_word(prompt):
+    """The place in NAMES of the first colour word, or one place more if there is none."""
+    words = [word for word in re.findall(r"\w+", prompt.lower()) if word in NAMES]
+    return NAMES.index(words[0]) if words else len(NAMES)
+
+class Toy(grpo.Policy):
+    lora_layers = r"[13]"  # the two linear layers, by their names in `policy`
+
+    def __init__(self, path, config):
+        self.size = config.width, config.height
+        torch.manual_seed(config.seed)  # the base weights are not saved, but made again
+        self.policy = nn.Sequential(
+            nn.Embedding(len(NAMES) + 1, 64), nn.Linear(64, 64), nn.Tanh(),
+            nn.Linear(64, SIDE**2 * len(NAMES)), nn.Unflatten(1, (SIDE**2, len(NAMES))))
+        self.policy.requires_grad_(False).to(grpo.DEVICE)
+
+    def compute_all_logprobs(self, prompts):
+        """The distribution of the policy, for sampler and trainer alike -> [N, T, V]."""
+        words = torch.tensor([find_word(prompt) for prompt in prompts], device=grpo.DEVICE)
+        return self.policy(words).log_softmax(2)
+
+    def paint(self, tokens):
+        pixels = (PALETTE[tokens.view(SIDE, SIDE)] * 255).byte().numpy()
+        return Image.fromarray(pixels).resize(self.size, Image.NEAREST)
+
+    @torch.no_grad()
+    def generate_with_tracking(self, prompts, group_size, seeds):
+        chances = self.compute_all_logprobs(prompts).exp().cpu()  # [P, T, V]
+        groups = []
+        for squares, seed in zip(chances, seeds):  # each group has random numbers of its own
+            rng = torch.Generator().manual_seed(seed)
+            drawn = torch.multinomial(squares, group_size, replacement=True, generator=rng)
+            groups.append(drawn.T)  # [G, T]
+        tokens = torch.cat(groups)  # [N, T]
+        logprobs = chances.log().repeat_interleave(group_size, 0).gather(2, tokens[:, :, None])
+        return grpo.Rollout(
+            np.repeat(prompts, group_size).tolist(), [self.paint(row) for row in tokens],
+            tokens, logprobs.squeeze(2), nuclei=None)
+
+    def compute_logprobs(self, rollout):
+        all_logprobs = self.compute_all_logprobs(rollout.prompts)  # [B, T, V]
+        entropy = torch.distributions.Categorical(logits=all_logprobs.detach()).entropy()
+        tokens = rollout.tokens.to(grpo.DEVICE)
+        return all_logprobs.gather(2, tokens[:, :, None]).squeeze(2), entropy
+
+if __name__ == "__main__":
+    grpo.main(
+        load_model=Toy, model="toy", steps=60, group_size=16, micro_batch_size=128, lr=5e-3,
+        width=64, height=64)
