@@ -7,21 +7,22 @@ and a diffusion transformer (DiT, 7 B weights) paints them. The AR half is what 
               trained                frozen              any function    z-score in the group
                  ^--------------- update: a clipped policy gradient <---------+
 
-A step of GRPO (DeepSeekMath, arXiv 2402.03300) is a turn of the loop in `GRPOTrainer.train`:
+A step of GRPO (DeepSeekMath, arXiv 2402.03300) is one iteration of the loop in `GRPOTrainer.train`:
   1. sample   the policy, AR + LoRA, draws G token sequences per prompt; each token is an action
-  2. decode   the frozen DiT paints them; all G images of a prompt, its group, have the same noise
+  2. decode   the frozen DiT paints them; the G images of a prompt, a group, share the same noise
   3. score    any function turns images into numbers, which need not be differentiable
   4. compare  advantage = (reward - mean) / std of its group; the mean replaces a value network
   5. update   tokens of better images become likelier, within PPO's clip, near the base model (KL)
   6. log      metrics, pictures of fixed prompts, a checkpoint
 
-Axes: P prompts of a GPU, G samples of each, N = P * G samples in the order p0 p0 p1 p1, B of them
-      in a micro-batch; L prompt tokens, padded on the left; T image tokens of V codes each. T is
-      the same for all images, so that no sample needs padding or a mask.
+Axes: P prompts per GPU, G samples of each, N = P * G samples in the order p0 p0 p1 p1, B samples in
+      a micro-batch; L prompt tokens, padded on the left; T image tokens, each one of V codes. T
+      is the same for all images, so no sample needs padding or a mask.
 
 A first reading may stop after the trainer: then come the files of a run, GLM-Image itself, and the
 command line. Written for torch 2.11 to 2.15, transformers 5.23 and diffusers 0.42."""
-import collections, contextlib, dataclasses, functools, inspect, json, math, os, re, runpy, sys, time
+import collections, contextlib, dataclasses, functools, inspect, json, math
+import os, re, runpy, sys, time
 from pathlib import Path
 from typing import Literal
 import diffusers, safetensors.torch, torch, tqdm, transformers
@@ -39,19 +40,20 @@ HERE = Path(__file__).parent
 progress = functools.partial(tqdm.tqdm, leave=False, disable=None)  # a bar in a terminal, else none
 
 class BadInput(ValueError):
-    """Something typed, or in a file of the user's, is wrong. `main` prints it in one line."""
+    """The user's input is invalid. `main` prints the message in one line."""
 
 @contextlib.contextmanager
-def refusing(what):
-    """Inside `with refusing("--prompts p.txt"):` every error means that this is wrong."""
+def input_errors(what):
+    """Inside `with input_errors("--prompts p.txt"):` every error is reported as invalid input."""
     try:
         yield
     except Exception as error:
-        raise BadInput(f"{what}: {error or repr(error)}") from error
+        raise BadInput(f"{what}: {error}") from error
 
 # --- Settings -------------------------------------------------------------------------------------
-# Each field is a flag: `python grpo.py --group-size 8`. A model's folder may bring defaults of its
-# own in a file `grpo.json`, as the small GLM-Image does that is trained where there is no GPU.
+# Each field is a flag: `python grpo.py --group-size 8`. A model's folder may have a file grpo.json
+# with defaults of its own. The small GLM-Image has one. It is trained where no GPU has more than
+# 22 GiB: training the real one takes 20.
 SMALL_MODEL = os.path.relpath(HERE / "examples/tiny-glm-image")
 
 def flag(default, help):
@@ -65,11 +67,11 @@ class Config:
     prompts: str = flag(None, "text file, one prompt a line; None: prompts.txt")
     reward: str = flag("color", "color, mse, file.py:function; weighted: color=1,mine.py:sharp=.2")
     # GRPO
-    steps: int = flag(100, "rollouts, each with its updates")
+    steps: int = flag(100, "steps, each of one rollout and its updates")
     group_size: int = flag(4, "images per prompt")
     batch_size: int = flag(8, "prompts per step, shared by all GPUs")
     micro_batch_size: int = flag(4, "images that a GPU decodes or updates at a time")
-    num_iterations: int = flag(1, "updates per rollout; above 1 the clip matters")
+    num_iterations: int = flag(1, "updates per rollout; with 1 no ratio is ever clipped")
     lr: float = flag(5e-5, "learning rate of AdamW")
     clip_range: float = flag(0.2, "ratios are clipped to 1 - this .. 1 + this")
     kl_coef: float = flag(0.01, "weight of the KL to the base model; 0: it is not computed")
@@ -103,7 +105,7 @@ class Config:
             raise BadInput("--width and --height must be multiples of 32")
         if self.batch_size % WORLD_SIZE:
             raise BadInput(f"--batch_size must be a multiple of the number of GPUs, {WORLD_SIZE}")
-        if "" in (self.resume, self.adapter):
+        if "" in (self.resume, self.adapter):  # an empty variable of the shell
             raise BadInput("--resume and --adapter must name a folder")
 
 # --- The maths of GRPO: pure functions of tensors -------------------------------------------------
@@ -113,7 +115,7 @@ def compute_advantages(rewards, group_size):
     # 1e-6 is an advantage of 0.1. In double precision it is 0.
     groups = torch.as_tensor(rewards).double().view(-1, group_size)  # [P, G]
     advantages = groups - groups.mean(1, keepdim=True)
-    advantages /= groups.std(1, keepdim=True) + 1e-6  # Dr. GRPO (2503.20783) leaves this out
+    advantages /= groups.std(1, keepdim=True) + 1e-6  # Dr. GRPO (2503.20783) omits this division
     return advantages.flatten().float()
 
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
@@ -123,7 +125,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1
     The mean of k3 is KL(new, ref) if `new` drew the tokens (Schulman, "Approximating KL
-    Divergence"). From the second update of a rollout on this holds only nearly.
+    Divergence"). From the second update of a rollout on this is an approximation.
     Log-probs are [N, T], or [N] (one action each), advantages [N]. Only `new` gets a gradient.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
@@ -138,8 +140,9 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     # The minimum is constant, and its gradient 0, in two cases: the token is better (A > 0) and its
     # ratio above the clip already, or it is worse (A < 0) and its ratio below.
     loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
+    stopped = clipped < unclipped  # where the minimum takes the clipped ratio
     metrics = dict(
-        policy_loss=loss, ratio_mean=ratio.mean(), clip_frac=(clipped < unclipped).float().mean())
+        policy_loss=loss, ratio_mean=ratio.mean(), clip_frac=stopped.float().mean())
     if ref_logprobs is not None:
         delta = ref_logprobs.detach().reshape_as(new) - new
         delta = delta.clamp(max=20)  # exp of an outlier would overflow; clamped, it has no gradient
@@ -151,7 +154,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
 
 # --- Rewards and prompts --------------------------------------------------------------------------
 # A reward is any function that gives each image a finite number, higher is better. Only differences
-# within a group matter. Yours may be this, used by `--reward mine.py:bright`:
+# within a group matter. For example, `--reward mine.py:bright` takes this one from mine.py:
 #     def bright(images, prompts, targets):  # PIL images, texts, PIL images to imitate or None
 #         return [image.convert("L").resize((1, 1)).getpixel((0, 0)) for image in images]
 COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
@@ -190,17 +193,19 @@ def load_rewards(text):
         name, _, weight = part.strip().partition("=")
         path, _, function_name = name.rpartition(":")
         function = run_once(path).get(function_name) if path else REWARDS.get(name)
-        if not callable(function) or name in rewards:
-            raise BadInput(f"--reward {name}: there is no such function, or it is named twice")
-        with refusing(f"--reward {part}, which takes images, prompts, targets"):
-            inspect.signature(function).bind("images", "prompts", "targets")
-        with refusing(f"--reward {part}: its weight must be a finite number"):
-            assert math.isfinite(float(weight or 1))
-        rewards[name] = function, float(weight or 1)
+        if not callable(function):
+            raise BadInput(f"--reward {name}: there is no such function")
+        if name in rewards:
+            raise BadInput(f"--reward {name}: it is named twice")
+        with input_errors(f"--reward {part}: needs a function of three lists and a weight"):
+            inspect.signature(function).bind("images", "prompts", "targets")  # fails if it cannot
+            rewards[name] = function, float(weight or 1)
+        if not math.isfinite(rewards[name][1]):
+            raise BadInput(f"--reward {part}: the weight must be finite")
     return rewards
 
 def run_file(path):
-    """A Python file -> its names. It may import its neighbours; its errors keep their traceback."""
+    """Runs a Python file, which may import its neighbours -> {name: value} of what it defines."""
     if not os.path.isfile(path):
         raise BadInput(f"--reward: there is no file {path}")
     sys.path.append(os.path.dirname(os.path.abspath(path)))
@@ -223,17 +228,18 @@ def compute_rewards(images, prompts, targets, rewards):
     return total, metrics
 
 def load_prompts(path):
-    """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, targets or None."""
+    """A file with lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, targets. The
+    target of a prompt without one is None."""
     path = Path(path or HERE / "prompts.txt")
     prompts = []
     targets = []
-    with refusing(f"--prompts {path}"):
+    with input_errors(f"--prompts {path}"):
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     for number, line in enumerate(lines, start=1):
         prompt, tab, target = line.strip().partition("\t")
         if prompt and not prompt.startswith("#"):
             prompts.append(prompt)
-            with refusing(f"--prompts {path}, line {number}, the target after the tab"):
+            with input_errors(f"--prompts {path}, line {number}, the target after the tab"):
                 targets.append(Image.open(path.parent / target).convert("RGB") if tab else None)
     if not prompts:
         raise BadInput(f"--prompts {path}: has no prompts")
@@ -244,7 +250,8 @@ class LoRA:
     """W x becomes W x + 2 B A x: W is frozen, B begins at 0, and 2 is alpha / rank.
     `layers` is a regex for the names of the linear layers. `weights` holds A [rank, in] and
     B [out, rank] of each, under the names that peft gives them. They are fp32, as the bf16 weight
-    0.02 plus an Adam step of 5e-5 is the same bf16 weight. A model can have one LoRA, for good."""
+    0.02 plus an Adam step of 5e-5 is the same bf16 weight. A model can have only one LoRA: its
+    hooks are never removed."""
     def __init__(self, model, layers, rank):
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
         self.enabled = True
@@ -254,7 +261,7 @@ class LoRA:
                 self.add_adapter(name, linear, rank)
 
     def add_adapter(self, name, linear, rank):
-        # Drawn on the CPU, to be equal on all GPUs, and from the distribution that peft uses.
+        # Drawn on the CPU, so that it is equal on all GPUs, and from the distribution peft uses.
         A = nn.init.kaiming_uniform_(torch.empty(rank, linear.in_features), a=math.sqrt(5))
         A = nn.Parameter(A.to(DEVICE))
         B = nn.Parameter(torch.zeros(linear.out_features, rank, device=DEVICE))
@@ -289,7 +296,7 @@ class LoRA:
         self.copy_weights(safetensors.torch.load_file(Path(folder, "adapter_model.safetensors")))
 
     def copy_weights(self, saved):
-        """From {name: weight}."""
+        """Copies {name: weight} into the weights, if they are of the same layers."""
         if saved.keys() != self.weights.keys():
             raise BadInput("--adapter: these adapters are of other layers than the model's")
         for name, weight in self.weights.items():
@@ -297,16 +304,17 @@ class LoRA:
 
 def check_adapter(folder, rank):
     """Adapters of another rank do not fit, and those with another alpha would be scaled wrongly."""
-    with refusing(f"--adapter {folder} holds no adapters"):
+    with input_errors(f"--adapter {folder} holds no adapters"):
         config = json.loads(Path(folder, "adapter_config.json").read_text())
         scale = config["lora_alpha"] / config["r"]
-        safetensors.safe_open(Path(folder, "adapter_model.safetensors"), "pt")
+        safetensors.safe_open(Path(folder, "adapter_model.safetensors"), "pt")  # reads its header
     if config["r"] != rank or scale != 2:
-        raise BadInput(f"--adapter {folder}: wants --lora_rank {config['r']}, and alpha = 2 * rank")
+        raise BadInput(f"--adapter {folder}: needs --lora_rank {config['r']} and alpha = 2 * rank")
 
 # --- What the trainer asks of a model -------------------------------------------------------------
-# A model of your own is a class like `Policy`: examples/toy.py is a small one, `GLMImageWrapper`
-# below is GLM-Image. Tensors of a rollout lie on the CPU, log-probs to train on lie on DEVICE.
+# To train another model, write a class like `Policy`. examples/toy.py is a small one, and below
+# `GLMImageWrapper` is that of GLM-Image. The tensors of a rollout are on the CPU; those that
+# `compute_logprobs` returns are on DEVICE.
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """What the sampler gives: N samples, in the order p0 p0 p1 p1."""
@@ -314,10 +322,10 @@ class Rollout:
     images: list  # N PIL images
     tokens: torch.Tensor  # [N, T], the codes that were drawn
     logprobs: torch.Tensor  # [N, T], their log-probs at that time
-    nuclei: torch.Tensor  # [N, T, V], bool: the codes that top-p left; or None
+    nuclei: torch.Tensor  # [N, T, V], bool: the codes that top-p allowed; None: all
 
     def part(self, rows):
-        """The samples of a slice, as a Rollout."""
+        """The Rollout of the samples in a slice."""
         values = vars(self).values()
         return Rollout(*[None if value is None else value[rows] for value in values])
 
@@ -336,7 +344,7 @@ class Policy:
 
 # --- The trainer ----------------------------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
-    """The share of this GPU in the prompts of a step -> P places in the list, P seeds.
+    """The prompts of a step that fall to this GPU -> P places in the list of prompts, P seeds.
     An epoch is a pass over all prompts, each in another random order. Everything follows from the
     run's seed and the step, so that a resumed run has no state to restore here."""
     places = []
@@ -346,7 +354,8 @@ def choose_prompts(step, num_prompts, config):
         epoch, place = divmod(count, num_prompts)
         order = np.random.default_rng([config.seed, epoch]).permutation(num_prompts)
         places.append(order[place])
-        seeds.append(1_000_000 * (config.seed + 1) + count)  # a million for each run's seed
+        # A million seeds for each value of --seed. Those below are for the saved pictures.
+        seeds.append(1_000_000 * (config.seed + 1) + count)
     return places, seeds
 
 class GRPOTrainer:
@@ -402,9 +411,9 @@ class GRPOTrainer:
         size = config.micro_batch_size
         micro_batches = [slice(start, start + size) for start in range(0, N, size)]
         ref_logprobs = self.compute_ref_logprobs(rollout, micro_batches)
-        old_logprobs = rollout.logprobs.to(DEVICE, copy=True)  # [N, T]
-        totals = collections.Counter()
-        self.optimizer.zero_grad()  # an interrupted step may have left gradients
+        old_logprobs = torch.empty(rollout.logprobs.shape, device=DEVICE)  # [N, T]
+        totals = collections.Counter()  # its `update` adds
+        self.optimizer.zero_grad()  # a step interrupted in a notebook leaves its gradients
         for iteration in range(config.num_iterations):
             for rows, ref in zip(micro_batches, ref_logprobs):
                 new_logprobs, entropy = self.wrapper.compute_logprobs(rollout.part(rows))  # [B, T]
@@ -417,8 +426,8 @@ class GRPOTrainer:
                 metrics["entropy"] = entropy.mean().item()
                 share = len(new_logprobs) / N
                 (loss * share / WORLD_SIZE).backward()
-                share /= config.num_iterations
-                totals.update({name: share * value for name, value in metrics.items()})  # adds
+                weight = share / config.num_iterations
+                totals.update({name: weight * value for name, value in metrics.items()})
             totals["grad_norm"] += self.update_weights() / config.num_iterations
         gap = rollout.logprobs.to(DEVICE) - old_logprobs
         totals["sampler_gap_max"] = gap.abs().max().item()
@@ -426,7 +435,8 @@ class GRPOTrainer:
 
     @torch.no_grad()
     def compute_ref_logprobs(self, rollout, micro_batches):
-        """The reference is the policy without its adapters: no second model is needed. A list."""
+        """Log-probs of each micro-batch under the reference, or None where the KL has no weight.
+        The reference is the policy without its adapters, so no second model is needed."""
         if self.config.kl_coef == 0:
             return [None] * len(micro_batches)
         with self.lora.disabled():
@@ -445,8 +455,8 @@ class GRPOTrainer:
         return grad_norm.item()
 
     def log(self, step, metrics):
-        """Step 6. A checkpoint is saved after every step, and last: whatever fails, wherever it
-        fails, costs one step at most."""
+        """Step 6. The checkpoint is saved last, after every step, so that a failure costs at most
+        one step."""
         metrics["gpu_gib_max"] = torch.cuda.max_memory_allocated() / 2**30
         row = dict(step=step) | merge_over_gpus(metrics)
         self.history.append(row)
@@ -483,7 +493,7 @@ class GRPOTrainer:
         self.history = state["history"]
         self.lora.copy_weights(state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.param_groups[0]["lr"] = self.config.lr  # --lr may have been typed
+        self.optimizer.param_groups[0]["lr"] = self.config.lr  # which may change
 
 # --- The files of a run ---------------------------------------------------------------------------
 def claim_folder(out):
@@ -500,7 +510,7 @@ def claim_folder(out):
             time.sleep(1)  # another run began in this second, so the next one gives the name
 
 def save_metrics(folder, history):
-    """All rows, as a kill may have torn the last one. JSON has no NaN: null stands for it."""
+    """Rewrites the whole file, since a kill may have left half a row. JSON has no NaN but null."""
     with open(folder / "metrics.jsonl", "w") as file:
         for row in history:
             row = {name: value if math.isfinite(value) else None for name, value in row.items()}
@@ -509,18 +519,18 @@ def save_metrics(folder, history):
 def read_checkpoint(folder):
     """What `save_checkpoint` wrote. `weights_only` lets a file run no code, `mmap` reads from it
     only what is used."""
-    with refusing(f"--resume {folder} holds no run"):
+    with input_errors(f"--resume {folder} holds no run"):
         state = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)
-        Config(**state["config"])  # fails if its settings are not ours
+        Config(**state["config"])  # fails if a setting is unknown
     return state
 
 def check_resume(state, config, prompts):
-    """Refuses what would make another run of it. Everything else may change."""
+    """Other settings may change; these would change the weights, or the order of the prompts."""
     for name in "model adapter batch_size lora_rank seed".split():
         if getattr(config, name) != state["config"][name]:
-            raise BadInput(f"--{name}: the run keeps {state['config'][name]}")
+            raise BadInput(f"--{name}: was {state['config'][name]} and cannot change")
     if state["prompts"] != prompts:
-        raise BadInput("--prompts: the run keeps its own, which were others")
+        raise BadInput("--prompts: they differ from those of the run")
     if len(state["history"]) >= config.steps:
         raise BadInput(f"--resume {config.resume}: its steps are done; raise --steps")
 
@@ -615,8 +625,8 @@ class GLMImageWrapper(Policy):
         own = self.policy.generation_config
         self.temperature = config.temperature or own.temperature or 1.0
         self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or own.top_p or 1.0)
-        # The backward pass computes activations once more, which saves most of their memory.
-        # transformers does so in training mode only, see `compute_logprobs`.
+        # Activation checkpointing: the backward pass computes the activations again, which saves
+        # most of their memory. transformers does so in training mode only.
         self.policy.activation_checkpointing_enable()
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
         pipe.set_progress_bar_config(disable=True)
@@ -626,10 +636,10 @@ class GLMImageWrapper(Policy):
     @classmethod
     def from_pretrained(cls, path, config):
         """Loads a hub id or a folder. On a CPU, where bf16 is slow, in fp32."""
-        with refusing(f"--model {path} cannot be loaded"):
+        with input_errors(f"--model {path} cannot be loaded"):
             pipe = diffusers.GlmImagePipeline.from_pretrained(
                 path, dtype=torch.bfloat16 if CUDA else torch.float32,
-                low_cpu_mem_usage=diffusers.utils.is_accelerate_available())  # else it warns
+                low_cpu_mem_usage=diffusers.utils.is_accelerate_available())  # needs accelerate
         return cls(pipe, config)
 
     def encode(self, prompts):
@@ -641,7 +651,7 @@ class GLMImageWrapper(Policy):
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
                 target_h=self.config.height, target_w=self.config.width,
                 padding=True, padding_side="left")).to(DEVICE)
-        # Its rows are (1, height, width). The first two are those of every prompt.
+        # A row of image_grid_thw is (1, height, width). All prompts have the same two grids.
         large = inputs.image_grid_thw[0, 1:].tolist()
         draft = inputs.image_grid_thw[1, 1:].tolist()
         position_ids = build_position_ids(inputs.attention_mask, [draft, large])
@@ -674,32 +684,34 @@ class GLMImageWrapper(Policy):
         T = position_ids.shape[2] - L
         rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniform = torch.cat([torch.rand(group_size, T, generator=rng) for rng in rngs]).to(DEVICE)
-        steps = []
-        # The prompts pass first. Then each code that is drawn gives the logits of the next one; the
-        # cache keeps the keys and values of all that has passed.
+        # The prompts pass first. Then each code that is drawn gives the logits of the next one. The
+        # cache holds the keys and values of all that has passed, and has L + T places.
         cache = transformers.StaticCache(self.policy.config.text_config, L + T)
         logits = self.forward(ids, position_ids[..., :L], bias[:, :, :L], cache)
-        for i in progress(range(L, L + T), "sample"):
-            kept = self.top_p_filter(None, logits[:, -1])  # -inf for codes outside the nucleus
+        columns = []
+        for i in progress(range(T), "sample"):
+            # The filter sets the logits of codes outside the nucleus to -inf.
+            kept = self.top_p_filter(input_ids=None, scores=logits[:, -1])
             nucleus = kept.isfinite()  # [N, V]
             all_logprobs = compute_policy_logprobs(logits[:, -1], nucleus)
-            codes = sample_codes(all_logprobs, uniform[:, i - L, None])  # [N, 1]
+            codes = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
             logprobs = all_logprobs.gather(1, codes)
-            steps.append((codes.cpu(), logprobs.cpu(), nucleus[:, None].cpu()))
-            if i < L + T - 1:
-                place = slice(i, i + 1)
+            columns.append((codes.cpu(), logprobs.cpu(), nucleus[:, None].cpu()))
+            if i < T - 1:
+                place = slice(L + i, L + i + 1)
                 logits = self.forward(codes, position_ids[..., place], bias[:, :, place], cache)
-        return [torch.cat(columns, 1) for columns in zip(*steps)]  # all tokens, all logprobs, ..
+        tokens, logprobs, nuclei = zip(*columns)
+        return torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(nuclei, 1)
 
     def compute_logprobs(self, rollout):
-        """Teacher forcing: one pass over prompts and tokens -> log-probs with a gradient, entropies
-        without, both [B, T]. The model must have no dropout: this trains in training mode."""
+        """Teacher forcing, one pass over prompts and tokens -> log-probs with a gradient, entropies
+        without, both [B, T]. A model with dropout would need it switched off here."""
         self.halves.move_to_gpu(self.halves.ar)
         ids, position_ids, bias = self.encode(rollout.prompts)
         tokens = rollout.tokens.to(DEVICE)
-        self.policy.train(torch.is_grad_enabled())  # for the activations, see __init__
+        self.policy.train(torch.is_grad_enabled())  # for activation checkpointing
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, bias)
-        self.policy.eval()  # in training mode `sample` would have no cache
+        self.policy.eval()  # in training mode sampling would have no cache
         logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: each place predicts the next code
         all_logprobs = compute_policy_logprobs(logits, rollout.nuclei)
         entropy = torch.distributions.Categorical(logits=all_logprobs.detach()).entropy()
@@ -719,7 +731,7 @@ class GLMImageWrapper(Policy):
         images = []
         for i, group in enumerate(progress(groups, "decode")):
             for part in group.split(config.micro_batch_size):
-                # ~seed is -seed - 1: the noise has other random numbers than the tokens.
+                # ~seed, which is -seed - 1, gives other random numbers than those of the tokens.
                 noise = [torch.Generator().manual_seed(~seeds[i]) for _ in part]  # all the same
                 images += self.pipe(  # given codes, it skips its AR half
                     [prompts[i]] * len(part), prior_token_ids=part, generator=noise,
@@ -739,8 +751,8 @@ def move_tables(rope, inputs, tables):
 
 # --- The command line -----------------------------------------------------------------------------
 def parse_args(argv=None, **defaults):
-    """-> Config. What is typed comes first, then the settings of the run to resume, or those that
-    the model's folder brings; then the defaults given here; then those of Config."""
+    """-> Config. The first of these that has a setting decides: what is typed; the run to resume,
+    or else grpo.json in the model's folder; the defaults given here; those of Config."""
     parser = transformers.HfArgumentParser(
         Config, allow_abbrev=False, usage="python grpo.py [--group-size 8 ..]")
     parser.set_defaults(**defaults)
@@ -749,13 +761,13 @@ def parse_args(argv=None, **defaults):
     if typed.resume:
         parser.set_defaults(**read_checkpoint(typed.resume)["config"] | dict(out=None))
     elif path.is_file():
-        with refusing(path):
+        with input_errors(path):
             parser.set_defaults(**json.loads(path.read_text()))
             Config(**vars(parser.parse_args([])))
     return Config(**vars(parser.parse_args(argv)))
 
 def check_before_loading(config, prompts, targets, rewards):
-    """What can be known to fail before a model is loaded, which takes minutes."""
+    """What can be checked before a model is loaded, which may take minutes."""
     if "color" in rewards:
         for prompt in prompts:
             find_color(prompt)
@@ -768,14 +780,14 @@ def check_before_loading(config, prompts, targets, rewards):
     if config.out:
         if config.resume or os.path.exists(config.out):
             raise BadInput(f"--out {config.out}: must be a new folder; a resumed run has its own")
-        with refusing(f"--out {config.out}"):
+        with input_errors(f"--out {config.out}"):
             Path(config.out).parent.mkdir(parents=True, exist_ok=True)
 
 def main(argv=None, load_model=GLMImageWrapper.from_pretrained, **defaults):
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
-        torch.set_num_threads(1)  # more hardly help a small model, and wait for each other if busy
+        torch.set_num_threads(1)  # a small model gains little from more, and a busy machine loses
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("gloo")  # NCCL would wait for a process that failed
     try:
@@ -789,7 +801,7 @@ def main(argv=None, load_model=GLMImageWrapper.from_pretrained, **defaults):
             print(f"model: {config.model} on {DEVICE}, files: {trainer.out}", flush=True)
         trainer.train()
     except BadInput as error:
-        print("grpo.py: error:", *str(error).split(), file=sys.stderr)  # on one line
+        print("grpo.py: error:", *str(error).split(), file=sys.stderr)  # in one line
         sys.exit(2)
     if WORLD_SIZE > 1:
         torch.distributed.destroy_process_group()  # or a process may abort at the end

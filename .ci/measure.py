@@ -3,10 +3,10 @@
     python .ci/measure.py bench [flags of grpo.py]    seconds of the stock recipe and of ours, one table
     python .ci/measure.py bench --model random ..     the same, at GLM-Image's real sizes with random weights
     python .ci/measure.py memory                      GiB and kernels of a GPU, counted without one; a minute
-    python .ci/measure.py ablate [seeds]              what each choice is worth, on the toy
+    python .ci/measure.py ablate [seeds]              what each choice is worth, on the small GLM-Image
     python .ci/measure.py depth                       how far bf16 rounds at depth; minutes of a core
 """
-import copy, functools, math, statistics, sys, tempfile, time, weakref
+import dataclasses, functools, math, statistics, sys, tempfile, time, weakref
 from pathlib import Path
 from unittest import mock
 
@@ -18,12 +18,28 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
+from examples.make_tiny import make_models
 
-QUICK = functools.partial(grpo.make_tiny_pipeline, fit_steps=0)  # the toy with random weights
+SMALL = Path(grpo.__file__).with_name("examples") / "tiny-glm-image"
+
+class QuietTrainer(grpo.GRPOTrainer):
+    """It writes no files."""
+    def __init__(self, config, *args):
+        with tempfile.TemporaryDirectory() as folder:
+            super().__init__(dataclasses.replace(config, out=f"{folder}/run"), *args)
+
+    def save_samples(self, step):
+        pass
+
+    def save_checkpoint(self):
+        pass
+
+    def log(self, step, metrics):
+        self.history.append(metrics)
 
 # --- GLM-Image in its real sizes ------------------------------------------------------------------------
 def make_real(device):
-    """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the toy's words.
+    """GLM-Image in its real sizes, random bf16 weights, made on `device`, left on the CPU; the small one's words.
     VAE and text encoder are taken to be CogView4's and about ByT5 small's."""
     V = 16384
     home = "meta" if device == "meta" else "cpu"
@@ -45,9 +61,8 @@ def make_real(device):
             latents_mean=[0.0] * 16, latents_std=[1.0] * 16, mid_block_add_attention=False,
             use_quant_conv=False, use_post_quant_conv=False).to(home)
     ar.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
-    toy = grpo.make_tiny_models()
-    del toy.processor._get_target_shape
-    return diffusers.GlmImagePipeline(toy.tokenizer, toy.processor, t5, ar, vae, dit, toy.scheduler)
+    small = make_models(grpo.COLORS)
+    return diffusers.GlmImagePipeline(small.tokenizer, small.processor, t5, ar, vae, dit, small.scheduler)
 
 def tensors_of(*modules):
     """Parameters and buffers."""
@@ -179,9 +194,8 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
     config = grpo.Config(width=side, height=side, batch_size=num_prompts, group_size=group_size,
                          micro_batch_size=micro_batch_size, decode_steps=2, offload="off")
     prompt = "red " * 40
-    rollout = dict(prompts=[prompt] * n, tokens=torch.zeros(n, T).long(),
-                   logprobs=torch.zeros(n, T, device="meta"),
-                   nuclei=torch.ones(n, T, 16384).bool())
+    rollout = grpo.Rollout([prompt] * n, [None] * n, tokens=torch.zeros(n, T).long(),
+                           logprobs=torch.zeros(n, T), nuclei=torch.ones(n, T, 16384).bool())
     peaks = {}
     kernels = {}
     marks = {"forward": [], "dit": [], "compute_logprobs": []}  # kernels so far, at each call
@@ -206,7 +220,7 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
     def update():
         logprobs = marked("compute_logprobs", wrapper.compute_logprobs)
         with mock.patch.object(wrapper, "compute_logprobs", logprobs):
-            trainer.train_step(rollout)
+            trainer.train_step(rollout, torch.zeros(n))
         reference, another, policy, last = marks["compute_logprobs"]
         return another - reference + last - policy  # policy: the pass, the loss and the backward pass
 
@@ -218,7 +232,7 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
 
     def decode():
         with mock.patch.object(pipe.transformer, "forward", marked("dit", pipe.transformer.forward)):
-            wrapper.decode([prompt], rollout["tokens"][:micro_batch_size], [0])
+            wrapper.decode([prompt], rollout.tokens[:micro_batch_size], [0])
         return marks["dit"][1] - marks["dit"][0]
 
     gpu = FakeGPU(wrapper.halves.ar, wrapper.halves.dit)
@@ -230,13 +244,12 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
         mock.patch.object(type(pipe.scheduler), "index_for_timestep", return_value=0),
         gpu,
     ):
-        trainer = grpo.GRPOTrainer(config, wrapper, [prompt])
+        trainer = QuietTrainer(config, wrapper, [prompt], {})
         trainer.optimizer.param_groups[0]["foreach"] = True  # as by default on a GPU
         for weight in trainer.lora.weights.values():
             weight.grad = torch.zeros_like(weight)
         trainer.optimizer.step()  # AdamW's memory exists from the first step on
         trainer.optimizer.zero_grad()
-        rollout["advantages"] = torch.zeros(n, device="meta")
         resident = gpu.now
         for phase in (update, sample, decode):
             gpu.peaks = {"on": 0, "off": 0}
@@ -255,32 +268,34 @@ def clock(function, *args):
         torch.cuda.synchronize()
     return time.perf_counter() - start, result
 
-def stock_seconds(wrapper, prompt, tokens):
+def stock_seconds(wrapper, rollout):
     """An image the usual way: the pipeline samples and decodes it alone, then a pass of its own scores it."""
     config = wrapper.config
+    one = rollout.part(slice(1))
     wrapper.halves.move_to_gpu(wrapper.halves.ar)
     wrapper.policy.eval()  # in training mode `generate` would lose its cache, and look slower than it is
+    prompt, = one.prompts
     wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
     codes = wrapper.pipe.transformer.config.prior_vq_quantizer_codebook_size
     wrapper.policy.generation_config.suppress_tokens = list(range(codes, wrapper.policy.lm_head.out_features))
     sampled, _ = clock(functools.partial(
         wrapper.pipe.generate_prior_tokens, prompt, config.height, config.width, device=grpo.DEVICE))
     wrapper.policy.model.visual.to("cpu")  # or its 2 GiB would count as ours
-    decoded, _ = clock(wrapper.decode, [prompt], tokens, [0])
+    decoded, _ = clock(wrapper.decode, [prompt], one.tokens, [0])
     with torch.no_grad():
-        scored, _ = clock(wrapper.compute_logprobs, [prompt], tokens, None)
+        scored, _ = clock(wrapper.compute_logprobs, one)
     return sampled + decoded + scored
 
 def our_seconds(trainer, prompt, group_size):
-    """One step on one prompt -> seconds of sample, decode, score and update, and the tokens."""
+    """One step on one prompt -> seconds of sample, decode, score and update, and its rollout."""
     prompts = [prompt] * group_size
     sample, (tokens, logprobs, nuclei) = clock(trainer.wrapper.sample, [prompt], group_size, [0])
     decode, images = clock(trainer.wrapper.decode, [prompt], tokens, [0])
     score, (rewards, _) = clock(grpo.compute_rewards, images, prompts, [None] * group_size, trainer.rewards)
     advantages = grpo.compute_advantages(rewards, group_size) if group_size > 1 else torch.zeros(1)
-    rollout = dict(prompts=prompts, tokens=tokens, logprobs=logprobs, nuclei=nuclei, advantages=advantages)
-    update, _ = clock(trainer.train_step, rollout)
-    return (sample, decode, score, update), tokens
+    rollout = grpo.Rollout(prompts, images, tokens, logprobs, nuclei)
+    update, _ = clock(trainer.train_step, rollout, advantages)
+    return (sample, decode, score, update), rollout
 
 def gib(*modules):
     return sum(weight.nbytes for module in modules for weight in module.parameters()) / 2**30
@@ -292,12 +307,11 @@ def bench(argv):
     if config.model == "random" and not grpo.CUDA:
         print("measure.py: --model random is 23 GB of weights: it needs a GPU", file=sys.stderr)
         sys.exit(2)
-    with mock.patch.object(grpo, "make_tiny_pipeline", QUICK):
-        if config.model == "random":
-            wrapper = grpo.GLMImageWrapper(make_real(grpo.DEVICE), config)
-        else:
-            wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
-    trainer = grpo.GRPOTrainer(config, wrapper, [prompt])
+    if config.model == "random":
+        wrapper = grpo.GLMImageWrapper(make_real(grpo.DEVICE), config)
+    else:
+        wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
+    trainer = QuietTrainer(config, wrapper, [prompt], grpo.load_rewards(config.reward))
     repeats = 3 if grpo.CUDA else 9
     where = torch.cuda.get_device_name() if grpo.CUDA else f"{torch.get_num_threads()} CPU thread(s)"
     print(f"{config.model}, {config.width} x {config.height}, {config.decode_steps} decode steps, "
@@ -310,21 +324,21 @@ def bench(argv):
     for group_size in (1, 4, 8, 16):
         if grpo.CUDA:
             torch.cuda.reset_peak_memory_stats()
-        _, tokens = our_seconds(trainer, prompt, group_size)  # warm-up
+        _, rollout = our_seconds(trainer, prompt, group_size)  # warm-up
         peak = torch.cuda.max_memory_allocated() / 2**30  # of ours, before the stock recipe comes
         phases = []
         stocks = []
         for _ in range(repeats):
             phases.append(our_seconds(trainer, prompt, group_size)[0])
             images = 1 if grpo.CUDA else group_size
-            seconds = [stock_seconds(wrapper, prompt, tokens[:1]) for _ in range(images)]
+            seconds = [stock_seconds(wrapper, rollout) for _ in range(images)]
             stocks.append(statistics.mean(seconds) * group_size)
         sample, decode, score, update = (statistics.median(column) for column in zip(*phases))
         stock = statistics.median(stocks)
         ours = sample + decode
         step = ours + score + update
         print(f"| {group_size} | {stock:.3f} | {ours:.3f} | {stock / ours:.1f}x | {sample:.3f} "
-              f"| {decode:.3f} | {update:.3f} | {step:.3f} | {tokens.numel() / sample:.0f} "
+              f"| {decode:.3f} | {update:.3f} | {step:.3f} | {rollout.tokens.numel() / sample:.0f} "
               f"| {peak:.1f} |", flush=True)
 
 def memory():
@@ -376,31 +390,20 @@ ABLATIONS = {  # name: settings
     "2 updates per rollout": dict(num_iterations=2),
 }
 
-class QuietTrainer(grpo.GRPOTrainer):
-    """It writes no files but an empty folder."""
-    def save_samples(self, step):
-        pass
-
-    def log(self, step, metrics):
-        self.history.append(metrics)
-
 def ablate(seeds):
-    """One table: mean reward of the last five of 40 steps, per seed, and mean and std over the seeds."""
+    """One table: mean reward of the last five of 20 steps, per seed, and mean and std over the seeds."""
     results = {name: [] for name in ABLATIONS}
     for seed in seeds:
-        toy = grpo.make_tiny_pipeline(seed)
         for name, settings in ABLATIONS.items():
-            folder = tempfile.TemporaryDirectory()
-            config = grpo.Config(**grpo.TINY | settings | dict(seed=seed, out=f"{folder.name}/run"))
-            wrapper = grpo.GLMImageWrapper(copy.deepcopy(toy), config)
+            config = dataclasses.replace(grpo.parse_args(["--model", str(SMALL)]), **settings, seed=seed)
+            wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
             if name.startswith("noise"):
                 wrapper.decode = noise_of_its_own(wrapper.decode)
             prompts, _ = grpo.load_prompts(config.prompts)
             compare = advantages_not_divided if "divided" in name else grpo.compute_advantages
             with mock.patch.object(grpo, "compute_advantages", compare):
-                trainer = QuietTrainer(config, wrapper, prompts)
+                trainer = QuietTrainer(config, wrapper, prompts, grpo.load_rewards(config.reward))
                 trainer.train()
-            folder.cleanup()
             results[name].append(statistics.mean(row["reward"] for row in trainer.history[-5:]))
             print(f"seed {seed}  {name:36s} {results[name][-1]:.3f}", file=sys.stderr, flush=True)
     print("| | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | std |")
@@ -422,8 +425,8 @@ def depth(linear=F.linear):
     prompts = ["green"] * 4 + ["a red fox on a wall beside a yellow door"] * 4
     print("|layers|init|bits|nats|gap|again|unpadded|reversed|99 %|mean|out|\n" + "|-" * 11 + "|")
     for layers, init, bits in DEPTHS:
-        pipe = QUICK()
-        pipe.processor._get_target_shape = lambda height, width: (8, 8, 4, 4)  # not the toy's small draft
+        pipe = make_models(grpo.COLORS)
+        pipe.processor._get_target_shape = lambda height, width: (8, 8, 4, 4)  # a small draft
         pipe.transformer.register_to_config(prior_vq_quantizer_codebook_size=16384)
         config = pipe.vision_language_encoder.config
         config.text_config = transformers.GlmImageTextConfig(  # all else has its real size
@@ -435,10 +438,11 @@ def depth(linear=F.linear):
         settings = dict(width=256, height=256, top_p=0.75, temperature=heat, offload="off")
         wrapper = grpo.GLMImageWrapper(pipe, grpo.Config(**settings))
         tokens, sampled, nuclei = wrapper.sample(prompts[::4], 4, [0, 1])
-        first, again = (wrapper.compute_logprobs(prompts, tokens, nuclei)[0] for _ in range(2))
-        alone, _ = wrapper.compute_logprobs(prompts[:4], tokens[:4], nuclei[:4])  # no padding
+        rollout = grpo.Rollout(prompts, prompts, tokens, sampled, nuclei)  # no images are asked for
+        first, again = (wrapper.compute_logprobs(rollout)[0] for _ in range(2))
+        alone, _ = wrapper.compute_logprobs(rollout.part(slice(4)))  # no padding
         with mock.patch.object(F, "linear", lambda x, w, b: linear(x.flip(-1), w.flip(-1), b)):
-            gap = wrapper.compute_logprobs(prompts, tokens, nuclei)[0] - sampled
+            gap = wrapper.compute_logprobs(rollout)[0] - sampled
         ratios = [sampled - first, again - first, alone - first[:4], gap]  # their logarithms
         cells = [-sampled.mean(), *(x.abs().max() for x in ratios), gap.abs().quantile(0.99),
                  gap.abs().mean(), (gap.expm1().abs() > 0.2).float().mean()]

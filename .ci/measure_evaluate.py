@@ -37,10 +37,10 @@ def find_power(changes, wanted=0.02, repeats=500):
 
 if __name__ == "__main__":
     run = Path(sys.argv[1])
-    config = grpo.Config.from_run(run)
+    config = grpo.parse_args(["--resume", str(run)])
     prompts, _ = grpo.load_prompts(ROOT / ".github/held_out.txt")
     wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
-    lora = grpo.LoRA(wrapper.policy, wrapper.TARGETS, config.lora_rank)
+    lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
     rewards = grpo.load_rewards("color")
 
     def draw(adapters, prompts, seed=0):
@@ -48,14 +48,14 @@ if __name__ == "__main__":
 
     colors = "|".join(grpo.COLORS)
     many = [re.sub(rf"\b({colors})\b", color, prompt, count=1) for color in grpo.COLORS for prompt in prompts]
-    pairs = [(20, 30), (30, 40), (0, 40)]
-    drawn = {step: means_of(rows) for step, (rows, _) in
-             zip((0, 20, 30, 40), draw([run / f"adapter_{step:05d}" for step in (0, 20, 30, 40)], many))}
+    pairs = [(0, 10), (10, 20), (0, 20)]
+    steps = (0, 10, 20)
+    rows_of_steps = [rows for rows, _ in draw([run / f"adapter_{step:05d}" for step in steps], many)]
+    drawn = dict(zip(steps, map(means_of, rows_of_steps)))
     for a, b in pairs:
         changes = drawn[b] - drawn[a]
         std = changes.std(ddof=1)
         print(f"steps {a} and {b}: {len(many)} prompts, change {changes.mean():.3f}, std over prompts {std:.3f}, "
               f"prompts for .02 by arithmetic {(2.8 * std / 0.02) ** 2:.0f}, by drawing {find_power(changes)}", flush=True)
-    for step in (20,):
-        honest = count_honest(draw, run / f"adapter_{step:05d}", prompts)
-        print(f"step {step}: with other seeds the interval contains 0 in {honest} of 40", flush=True)
+    honest = count_honest(draw, run / "adapter_00010", prompts)
+    print(f"step 10: with other seeds the interval contains 0 in {honest} of 40", flush=True)

@@ -1,6 +1,6 @@
 """Tests of .github: its files are run as they stand and as their pages say, and what rewards.md and changes.md say is
 true."""
-import ast, dataclasses, io, json, logging, math, os, random, re, runpy, shutil, socket, string, subprocess, sys, types, warnings
+import ast, copy, dataclasses, io, json, logging, math, os, random, re, runpy, shutil, socket, string, subprocess, sys, types, warnings
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
@@ -14,16 +14,65 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 import grpo, test_grpo
-from test_grpo import QUICK, SMALL, WRAPPER, command, finished, make_wrapper, rows_of
 
+torch.set_num_threads(1)  # other tests run beside these
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
 pytestmark = pytest.mark.readme
 PAGES = {path.name: path.read_text() for path in sorted((HERE / ".github").glob("*.md"))}
 FILES = {path.name: path.read_text() for path in sorted((HERE / ".github").glob("*.py"))}
 REWARDS = PAGES["rewards.md"]
 CHANGES = PAGES["changes.md"]
-FLAGS = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(grpo.Config)} | {"--resume"}
+FLAGS = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(grpo.Config)}
 PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
+
+# --- What the tests are made of -----------------------------------------------------------------------------
+MODEL = str(HERE / "examples/tiny-glm-image")
+SMALL = f"--model {MODEL} --width 64 --height 64 --batch-size 2 --group-size 2 --micro-batch-size 2".split()
+ENV = os.environ | {
+    "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The small model, wherever the test is, with a draft of 4 x 4 codes and not of 16 x 16: that saves most of the time."""
+    monkeypatch.setattr(grpo.Config.__dataclass_fields__["model"], "default", MODEL)
+    monkeypatch.setattr(transformers.GlmImageProcessor, "_get_target_shape", staticmethod(
+        lambda height, width: (height // 32, width // 32, 4, 4)))
+
+def make_trainer(module=grpo, rewards=None, **settings):
+    """Of grpo.py, or of a changed one, on the small model: 2 prompts x 4 images of 64 x 64."""
+    small = dict(width=64, height=64, batch_size=2, steps=1) | settings
+    config = module.parse_args(["--model", MODEL, *[f"--{name}={value}" for name, value in small.items()]])
+    wrapper = module.GLMImageWrapper.from_pretrained(config.model, config)
+    prompts = ["a red fox", "some green thing here", "blue"]
+    return module.GRPOTrainer(config, wrapper, prompts, rewards or module.load_rewards("color"))
+
+def rows_of(out):
+    """metrics.jsonl without what the clock says."""
+    rows = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+    return [{key: row[key] for key in row if key != "seconds"} for row in rows]
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The folder of a run of five steps with the first command's settings."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    grpo.main(f"--model {MODEL} --steps 5 --save-every 2 --batch-size 2 --out {out}".split())
+    return out
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """command(*argv): `python grpo.py` in tmp_path -> exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv):
+        capsys.readouterr()
+        try:
+            code = grpo.main(list(argv)) or 0
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run
 
 def blocks_of(page):
     """Its blocks of Python."""
@@ -90,7 +139,7 @@ def test_flags_exist(page):
     assert named <= FLAGS | {"--logdir"}
 
 def test_commands_of_rewards(tmp_path, command):
-    """Every command of grpo.py is understood, and the toy does a step with it."""
+    """Every command of grpo.py is understood, and the small model does a step with it."""
     for package in ("rapidocr", "onnxruntime"):
         pytest.importorskip(package, reason="pip install rapidocr onnxruntime")
     torch.save(dict(weight=torch.ones(1, 4), bias=torch.zeros(1)), "head.pth")
@@ -104,13 +153,12 @@ def test_commands_of_rewards(tmp_path, command):
     told = REWARDS + FILES["my_rewards.py"] + FILES["targets.py"]
     lines = sorted({line.strip('" ') for line in re.findall(r"python grpo\.py\b([^`#\n]*)", told)})
     assert len(lines) == 7
-    small = "--model tiny --width 64 --height 64 --batch-size 2 --group-size 2 --steps 1"
     for i, line in enumerate(lines):
-        code, _, error = command(*line.split(), *small.split(), "--out", f"run{i}")
+        code, _, error = command(*line.split(), *SMALL, "--steps", "1", "--out", f"run{i}")
         assert code == 0, (line, error)
         row, = rows_of(tmp_path / f"run{i}")
         if "ocr" in line:
-            assert row["reward_std"] < 0.2  # the toy draws no letters
+            assert row["reward_std"] < 0.2  # the small model draws no letters
 
 # --- Rewards to copy: my_rewards.py -------------------------------------------------------------------------
 @pytest.fixture(scope="module")
@@ -350,8 +398,7 @@ def test_a_reward_is_called_once_a_step(tmp_path):
         calls.append(len(images))
         return [0.0] * len(images)
 
-    wrapper = make_wrapper(out=str(tmp_path / "run"), steps=2, save_every=1)
-    grpo.GRPOTrainer(wrapper.config, wrapper, ["a red fox", "green"], {"count": (count, 1.0)}).train()
+    make_trainer(rewards={"count": (count, 1.0)}, steps=2, save_every=1, out=tmp_path / "run").train()
     assert calls == [8, 8] and (tmp_path / "run/samples_00002.png").exists()
 
 def test_targets(tmp_path, command):
@@ -388,15 +435,6 @@ def make_changed(*headings):
             code = code.replace(before, after)
     return load_module(code, "changed")
 
-def train_changed(changed, out, rewards=None, **settings):
-    """Steps on the toy of random weights -> the trainer."""
-    settings = dict(steps=1, width=64, height=64, batch_size=2, out=str(out)) | settings
-    config = changed.Config(**grpo.TINY | settings)
-    wrapper = changed.GLMImageWrapper(QUICK(0), config)
-    trainer = changed.GRPOTrainer(config, wrapper, ["a red fox", "green", "blue"], rewards)
-    trainer.train()
-    return trainer
-
 @pytest.mark.parametrize("heading", [*CHANGED, *NOT_ALL])
 def test_each_change_applies_and_trains(tmp_path, heading):
     """A line of grpo.py that has moved on is named; alone and together they train, by their count of lines."""
@@ -406,8 +444,9 @@ def test_each_change_applies_and_trains(tmp_path, heading):
     advantages = torch.tensor([1.0, -2.0])
     changed.compute_grpo_loss(logprobs, logprobs, advantages)[0].backward()  # on policy it is still REINFORCE
     assert torch.allclose(logprobs.grad, -advantages[:, None].expand(2, 5) / 10)
-    for top_p in (None, 0.5):
-        trainer = train_changed(changed, tmp_path / f"run{top_p}", top_p=top_p)
+    for top_p in (0.99, 0.5):
+        trainer = make_trainer(changed, top_p=top_p, out=tmp_path / f"run{top_p}")
+        trainer.train()
         row, = rows_of(tmp_path / f"run{top_p}")
         assert 0 < row["grad_norm"] < math.inf
         assert all(weight.isfinite().all() for weight in trainer.lora.weights.values())
@@ -435,7 +474,7 @@ def test_gspo_and_cispo_by_hand():
     old = torch.zeros(1, 2)
     new = torch.tensor([[1.5, 0.5]]).log().requires_grad_()
     loss, metrics = make_changed("GSPO").compute_grpo_loss(new, old, torch.ones(1))
-    assert loss.item() == pytest.approx(-(0.75**0.5)) and metrics["ratio_max"] == pytest.approx(0.75**0.5)
+    assert loss.item() == pytest.approx(-(0.75**0.5)) and metrics["ratio_mean"] == pytest.approx(0.75**0.5)
     loss, metrics = make_changed("CISPO").compute_grpo_loss(new, old, torch.ones(1), 0.3)
     loss.backward()
     assert new.grad.tolist() == [pytest.approx([-1.3 / 2, -0.5 / 2])]
@@ -455,39 +494,52 @@ def test_the_entropy_bonus_raises_the_entropy(tmp_path):
     """With the wrong sign, or without a gradient, it would do nothing or harm: here nothing else acts."""
     changed = make_changed("An entropy bonus")
     same = {"same": (lambda images, *_: [1.0] * len(images), 1.0)}
-    entropies = [row["entropy"] for row in train_changed(
-        changed, tmp_path / "run", same, steps=8, kl_coef=0.0, lr=0.01, batch_size=3).history]
+    trainer = make_trainer(changed, same, steps=8, kl_coef=0.0, lr=0.01, out=tmp_path / "run")
+    trainer.train()
+    entropies = [row["entropy"] for row in trainer.history]
     assert entropies[-1] > entropies[0] + 0.01
 
 def test_dynamic_sampling_replaces_equal_groups(tmp_path):
-    """The step must train on groups that differ, whole and in order, and give up after five rollouts."""
+    """Only equal groups are replaced, whole and in their place, until they differ or as many are drawn as a step has."""
     changed = make_changed("Dynamic sampling")
     calls = []
+    seen = []
 
     def rarely(images, prompts, targets):
-        """Only the second group of the third rollout, and the first of the fourth, have unequal rewards."""
+        """Of the four groups the second and the fourth are equal. The first and the third that are drawn are, too."""
         calls.append(prompts)
-        unequal = {3: (4, 8), 4: (0, 4)}.get(len(calls), (0, 0))
-        return [float(i) if unequal[0] <= i < unequal[1] else 1.0 for i in range(8)]
+        assert targets == [None] * len(images) == [None] * len(prompts)
+        return [0, 1, 2, 3, 7, 7, 7, 7, 4, 5, 6, 7, 7, 7, 7, 7] if len(calls) == 1 else (
+            [7, 7, 7, 7] if len(calls) in (2, 4) else [len(calls)] * 3 + [9])
 
-    seen = []
     original = changed.GRPOTrainer.train_step
-    changed.GRPOTrainer.train_step = lambda self, rollout: seen.append(rollout) or original(self, rollout)
-    train_changed(changed, tmp_path / "run", {"rarely": (rarely, 1.0)})
-    assert len(calls) == 4
-    rollout, = seen
-    assert rollout["rewards"].tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
-    assert rollout["prompts"] == calls[2][4:] + calls[3][:4]
-    assert {key: len(values) for key, values in rollout.items()} == dict.fromkeys(rollout, 8)
+    changed.GRPOTrainer.train_step = lambda self, *args: seen.append(args) or original(self, *args)
+    trainer = make_trainer(changed, {"rarely": (rarely, 1.0)}, batch_size=4, out=tmp_path / "run")
+    drawn = []
+    draw = trainer.wrapper.generate_with_tracking
+    trainer.wrapper.generate_with_tracking = lambda *args: drawn.append(draw(*args)) or copy.deepcopy(drawn[-1])
+    trainer.train()
+    _, first, *others = drawn[:-1]  # without the saved pictures, before and after
+    assert [len(prompts) for prompts in calls] == [16, 4, 4, 4, 4]  # the 2nd, the 4th, and the 2nd again, twice
+    (rollout, advantages), = seen
+    places = [(first, 0), (others[3], 0), (first, 8), (others[1], 0)]
+    for i, (source, start) in enumerate(places):
+        ours, theirs = rollout.part(slice(4 * i, 4 * i + 4)), source.part(slice(start, start + 4))
+        for a, b in zip(vars(ours).values(), vars(theirs).values()):
+            assert torch.equal(a, b) if torch.is_tensor(a) else a == b
+    by_hand = changed.compute_advantages([0, 1, 2, 3, 5, 5, 5, 9, 4, 5, 6, 7, 3, 3, 3, 9], 4)
+    assert torch.equal(advantages, by_hand)
+    seeds = {tuple(rollout.tokens[i].tolist()) for i in range(16)}
+    assert len(seeds) > 12  # the groups are not one group, again and again
     calls.clear()
-    train_changed(changed, tmp_path / "equal", {"equal": (lambda images, *_: calls.append(1) or [1.0] * 8, 1.0)})
-    assert len(calls) == 5
+    equal = {"equal": (lambda images, *_: calls.append(1) or [1.0] * len(images), 1.0)}
+    make_trainer(changed, equal, batch_size=4, out=tmp_path / "equal").train()
+    assert len(calls) == 1 + 4
 
 def test_the_hook_on_the_command_line(tmp_path, command, monkeypatch):
     """hooked.py takes the flags of grpo.py, and its hook sees each step once."""
     changed = make_changed("A hook for a logger")
     monkeypatch.setitem(sys.modules, "grpo", changed)
-    monkeypatch.setattr(changed, "make_tiny_pipeline", QUICK)
     code = FILES["hooked.py"].replace("(row, images):\n", "(row, images):\n    SEEN.append(row['step'])\n")
     Path("hooked.py").write_text(code)
     monkeypatch.setattr(sys, "argv", ["hooked.py", *SMALL, *"--steps 2 --out run".split()])
@@ -498,21 +550,19 @@ def test_the_hook_on_the_command_line(tmp_path, command, monkeypatch):
 def test_notebook(tmp_path, monkeypatch):
     """What is copied into a cell must train, go on, and draw with its adapters. Run again, it spoils nothing."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
-    first = code_of(CHANGES, "In a notebook.").replace("steps=20", "steps=1, kl_coef=0.0, save_every=10")
+    first = code_of(CHANGES, "In a notebook").replace("--steps 10", "--steps 1 --kl_coef 0")
     notebook = load_module(first, "notebook")
     row, = rows_of(tmp_path / "runs/mine")
     assert 0 < row["reward/bright"] < 1 and "kl" not in row
-    with pytest.raises(ValueError, match="runs/mine"):
+    with pytest.raises(grpo.BadInput, match="runs/mine"):
         load_module(first, "again")
-    exec(code_of(CHANGES, "go on with the run").replace("steps=40", "steps=10"), vars(notebook))
+    exec(code_of(CHANGES, "Continue a run").replace("--steps 20", "--steps 3 --save-every 3"), vars(notebook))
     rows = rows_of(tmp_path / "runs/mine")
-    assert [row["step"] for row in rows] == [*range(1, 11)] and all("kl" not in row for row in rows)
-    drawn = load_module(code_of(CHANGES, "Draw with adapters of the toy"), "drawn")
+    assert [row["step"] for row in rows] == [1, 2, 3] and all("kl" not in row for row in rows)
+    drawn = load_module(code_of(CHANGES, "Draw with adapters").replace("00010", "00003"), "drawn")
     assert [Image.open(f"drawn{i}.png").size for i in range(4)] == [(128, 128)] * 4
     saved = torch.load("runs/mine/checkpoint.pt")["adapter"]
-    weights = drawn.wrapper.policy.lora.weights
-    assert all(weight.any() and torch.equal(weight, saved[name]) for name, weight in weights.items())
+    assert all(weight.any() and torch.equal(weight, saved[name]) for name, weight in drawn.lora.weights.items())
 
 def test_sheets(finished, tmp_path, monkeypatch):
     """contact.py: each word stands over its own picture, of the first samples and below of the last ones."""
@@ -541,10 +591,10 @@ def test_sheets(finished, tmp_path, monkeypatch):
 
 def test_a_step_by_hand(monkeypatch):
     """It must meet the sampler's log-probs, and move the adapters with a loss of 0."""
-    monkeypatch.setattr(WRAPPER, "from_pretrained", lambda path, config: make_wrapper())
+    monkeypatch.chdir(HERE)
     step = load_module(code_of(CHANGES, "A step by hand"), "step")
-    assert (step.new_logprobs - step.group["logprobs"]).abs().max() < 1e-5
-    assert abs(step.loss.item()) < 1e-6
+    assert (step.new_logprobs - step.rollout.logprobs).abs().max() < 1e-4
+    assert abs(step.loss.item()) < 1e-5 and step.rewards.shape == (4,)
     assert any(weight.any() for name, weight in step.lora.weights.items() if "lora_B" in name)
 
 def test_board(finished, tmp_path, monkeypatch):
