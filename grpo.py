@@ -43,11 +43,11 @@ class BadInput(ValueError):
     """The user's input is invalid. `main` prints the message in one line."""
 
 @contextlib.contextmanager
-def input_errors(what):
-    """Inside `with input_errors("--prompts p.txt"):` every error is reported as invalid input."""
+def input_errors(what, kinds=Exception):
+    """Inside `with input_errors("--prompts p.txt"):` errors are reported as invalid input."""
     try:
         yield
-    except Exception as error:
+    except kinds as error:
         raise BadInput(f"{what}: {error}") from error
 
 # --- Settings -------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def check_adapter(folder, rank):
         config = json.loads(Path(folder, "adapter_config.json").read_text())
         scale = config["lora_alpha"] / config["r"]
         safetensors.safe_open(Path(folder, "adapter_model.safetensors"), "pt")  # reads its header
-    if config["r"] != rank or scale != 2:
+    if config["r"] != rank or scale != 2 or config.get("use_rslora"):
         raise BadInput(f"--adapter {folder}: needs --lora_rank {config['r']} and alpha = 2 * rank")
 
 # --- What the trainer asks of a model -------------------------------------------------------------
@@ -519,7 +519,7 @@ def save_metrics(folder, history):
 def read_checkpoint(folder):
     """What `save_checkpoint` wrote. `weights_only` lets a file run no code, `mmap` reads from it
     only what is used."""
-    with input_errors(f"--resume {folder} holds no run"):
+    with input_errors(f"--resume {folder} holds no run, or its settings are others"):
         state = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)
         Config(**state["config"])  # fails if a setting is unknown
     return state
@@ -636,7 +636,7 @@ class GLMImageWrapper(Policy):
     @classmethod
     def from_pretrained(cls, path, config):
         """Loads a hub id or a folder. On a CPU, where bf16 is slow, in fp32."""
-        with input_errors(f"--model {path} cannot be loaded"):
+        with input_errors(f"--model {path}", (OSError, ValueError)):
             pipe = diffusers.GlmImagePipeline.from_pretrained(
                 path, dtype=torch.bfloat16 if CUDA else torch.float32,
                 low_cpu_mem_usage=diffusers.utils.is_accelerate_available())  # needs accelerate
@@ -761,7 +761,7 @@ def parse_args(argv=None, **defaults):
     if typed.resume:
         parser.set_defaults(**read_checkpoint(typed.resume)["config"] | dict(out=None))
     elif path.is_file():
-        with input_errors(path):
+        with input_errors(f"{path} has wrong settings"):
             parser.set_defaults(**json.loads(path.read_text()))
             Config(**vars(parser.parse_args([])))
     return Config(**vars(parser.parse_args(argv)))

@@ -5,10 +5,10 @@ They stand in the order of grpo.py. While you change something, run what looks a
     adapters            pytest -q -k "lora or adapters"
     rollout, update     pytest -q -k "gradient or update or step or order or metrics or ratio or reference"
     files               pytest -q -k "written or resume or cell or picture or kill or gpu or folder"
-    sampling, painting  pytest -q -k "position or sampl or chance or paint or half or halves or card or shipped"
+    sampling, painting  pytest -q -k "position or sampl or chance or paint or hal or card or shipped"
     the command line    pytest -q -k "command or config or bad or bug or failure or kill or help or wrapper"
 """
-import builtins, contextlib, copy, dataclasses, inspect, json, math, os, re, runpy
+import contextlib, copy, dataclasses, inspect, json, math, os, re, runpy, sys
 from pathlib import Path
 from unittest import mock
 
@@ -108,19 +108,24 @@ def shipped(loaded):
 def tensors_of(*modules):
     """Parameters and buffers."""
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
 def gradient_of(trainer):
     """All of it, in one vector."""
     return torch.cat([weight.grad.flatten() for weight in trainer.lora.weights.values()])
+
 def blank(n):
     """Images, prompts and targets for rewards that do not look at them."""
     return [Image.new("RGB", (8, 8)) for _ in range(n)], [f"prompt {i}" for i in range(n)], [None] * n
+
 def step_of(out):
     """The step that a checkpoint holds."""
     return len(torch.load(out / "checkpoint.pt", weights_only=True)["history"])
+
 def rows_of(out):
     """metrics.jsonl without what the clock says."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{key: row[key] for key in row if key != "seconds"} for row in rows]
+
 def assert_same_run(one, other):
     """Every file of two runs, bit for bit, but for seconds and for settings without an effect."""
     names = sorted(path.relative_to(one) for path in one.rglob("*.*"))
@@ -139,10 +144,12 @@ def assert_same_run(one, other):
 def adapter_of(out, step):
     """What was saved beside the pictures of this step."""
     return load_file(out / f"adapter_{step:05d}/adapter_model.safetensors")
+
 def assert_files(out, *steps):
     """All that a run leaves, with pictures of these steps."""
     names = [name for step in steps for name in (f"adapter_{step:05d}", f"samples_{step:05d}.png")]
     assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "metrics.jsonl", *names}
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a run of five steps."""
@@ -155,9 +162,9 @@ def test_whole_numbers_are_welcome_where_fractions_are_meant():
     """In a notebook kl_coef=0 was taken for a count: "must be from 1"; and 48 pixels are no whole tokens."""
     whole = dict(kl_coef=0, lr=0, clip_range=0, guidance=0, temperature=1, top_p=1, max_grad_norm=1)
     assert whole.items() <= vars(make_config(**whole)).items()
-    for wrong in (dict(width=48), dict(height=80), dict(top_p=1.5), dict(lr=math.nan), dict(group_size=1)):
-        with pytest.raises(grpo.BadInput, match=f"--{[*wrong][0]}|--width and --height"):
-            make_config(**wrong)
+    for name, wrong in dict(width=48, height=80, top_p=1.5, lr=math.nan, group_size=1).items():
+        with pytest.raises(grpo.BadInput, match=f"--.*{name}"):
+            make_config(**{name: wrong})
     with mock.patch.object(grpo, "WORLD_SIZE", 2), pytest.raises(grpo.BadInput, match="--batch_size .* 2"):
         make_config(batch_size=3)  # the answer was about width and height
 
@@ -194,14 +201,14 @@ def test_advantages_by_hand():
     (0.5, -1.0, 0.2, -0.8, False),  # worse and already much rarer: clipped, no gradient
     (1.15, 1.0, 0.1, 1.1, False), (0.85, -1.0, 0.1, -0.9, False),  # 0.1 alone clipped at .9 and 1.2
     (1.3, 1.0, 0.4, 1.3, True), (0.7, -1.0, 0.4, -0.7, True), (1.3, 1.0, 0, 1.0, False)])  # 0 is a bound too
+
 def test_the_clip_by_hand(ratio, advantage, clip_range, surrogate, moves):
     """Guards the min: with max, or with the clip alone, two of the first four are wrong."""
     new = torch.tensor([math.log(ratio)], requires_grad=True)
     loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1), torch.tensor([advantage]), clip_range)
     loss.backward()
-    assert new.grad.any() == moves
-    expected = dict(loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio)
-    assert metrics == pytest.approx({**expected, "clip_frac": float(not moves)})  # and no KL
+    assert new.grad.any() == moves and metrics == pytest.approx(dict(
+        loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, clip_frac=float(not moves)))  # and no KL
 
 def test_the_ratio_is_of_a_token():
     """The ratio of a whole sequence (GSPO) has a loss of -0.866 here, and passed all other tests."""
@@ -214,20 +221,19 @@ def test_the_ratio_is_of_a_token():
     (0.0, 0.0), (1.0, math.e - 2), (-2.0, math.exp(-2) + 1), (-1000.0, 999.0),
     (1e-5, 5e-11), (-1e-5, 5e-11),  # exp(delta) - delta - 1 rounds to 0, or to a thousand times as much
     (1000.0, math.exp(20) - 21)])  # clamped at 20: exp(1000) is inf, and so the loss of the whole batch
+
 def test_k3_by_hand_and_at_the_extremes(delta, kl):
-    """Guards the sign of ref - new, in the value and in the gradient."""
+    """Guards the sign of ref - new, in the value and in the gradient, and a KL without weight in the log."""
     new = torch.zeros(1, requires_grad=True)
-    ref = torch.tensor([delta])
-    loss, metrics = grpo.compute_grpo_loss(new, new, torch.zeros(1), ref_logprobs=ref, kl_coef=0.5)
-    loss.backward()
+    loss, metrics = grpo.compute_grpo_loss(new, new, torch.ones(1), 0.2, torch.tensor([delta]), kl_coef=0.5)
+    gradient, = torch.autograd.grad(loss, new)
     assert metrics["kl"] == pytest.approx(kl, rel=0.02 if abs(delta) == 1e-5 else 1e-5)
-    assert metrics["loss"] == loss.item() == pytest.approx(0.5 * metrics["kl"])
+    assert metrics["loss"] == loss.item() == pytest.approx(0.5 * metrics["kl"] - 1)
+    assert metrics["policy_loss"] == -1  # `loss += kl` put the KL into it
     slope = 1 - math.exp(delta) if delta < 20 else 0
-    assert new.grad.item() == pytest.approx(0.5 * slope, rel=0.01)
-    _, more = grpo.compute_grpo_loss(new, new, torch.ones(1), ref_logprobs=ref, kl_coef=0.5)
-    assert more["policy_loss"] == -1  # `loss += kl` put the KL into it
-    _, free = grpo.compute_grpo_loss(new, new, torch.ones(1), ref_logprobs=ref)
-    assert free["kl"] == metrics["kl"] and free["loss"] == -1  # of no weight, it is still told
+    assert gradient.item() + 1 == pytest.approx(0.5 * slope, rel=0.01, abs=1e-7)
+    _, free = grpo.compute_grpo_loss(new, new, torch.ones(1), ref_logprobs=torch.tensor([delta]), kl_coef=0.0)
+    assert free["kl"] == metrics["kl"] and free["loss"] == -1
 
 def test_a_logprob_per_sequence_is_a_row_of_one_token():
     """Advantages must not be broadcast: [N, 1] or [N, T] once had a gradient of 1e-9 and looked fine."""
@@ -264,8 +270,7 @@ def test_pictures_become_tensors():
 
 @pytest.mark.parametrize("color, prompt, reward", [
     ("red", "A RED thing", 1), ("red", "a blue thing", 1 / 3), ("orange", "an orange one", 1),
-    ("green", "a green wall of red bricks", 1),  # the first one counts
-    ("purple", "a tired, reddish purple", 1)])  # words, not letters
+    ("green", "a green wall of red bricks", 1), ("purple", "a tired, reddish purple", 1)])
 def test_color_reward(color, prompt, reward):
     """The scale is linear in the mean of the picture, not in its best pixel."""
     image = Image.new("RGB", (4, 4), color)
@@ -276,7 +281,6 @@ def test_color_reward(color, prompt, reward):
     assert grpo.reward_color([image], ["purple"])[0] > 0.99
     with pytest.raises(grpo.BadInput, match="colour .*'a tired fox'"):  # it trained on zeros for hours
         grpo.reward_color([image] * 2, ["red", "a tired fox"])
-
 def test_mse_reward():
     """Of pixels, not of mean colours; and it is the target that is resized, as the image is judged."""
     black = Image.new("RGB", (32, 16))
@@ -329,18 +333,16 @@ def test_rewards_are_loaded_with_their_weights(tmp_path):
 
 def test_a_file_of_rewards_may_import_its_neighbour_and_is_checked_before_training(tmp_path, monkeypatch):
     """"No module named neighbour"; and a reward of two parameters failed after the first rollout only."""
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    (tmp_path / "own_neighbour.py").write_text("three = 3")
-    (tmp_path / "own.py").write_text(
-        "from own_neighbour import three\ndef a(images, prompts, targets=None): return [three]\n"
-        "def short(images, prompts): return [1]\ndef long(images, prompts, targets, more): return [1]\n"
-        "number = 7\ndef many(*args, **more): return [1]\n")
-    own = f"{tmp_path}/own.py"
-    (a, _), (many, _) = grpo.load_rewards(f"{own}:a,{own}:many").values()
-    assert a([None], [""]) == [3] and many() == [1]
-    for name in ("short", "long", "number", "missing", "a=much", "a=nan", "a=1,color,color"):
-        with pytest.raises(grpo.BadInput, match="color" if "color" in name else name):
-            grpo.load_rewards(f"{own}:{name}")
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    monkeypatch.chdir(tmp_path)
+    Path("neighbour.py").write_text("three = 3")
+    Path("own.py").write_text(
+        "from neighbour import three\ndef a(images, prompts, targets=None): return [three]\nnumber = 7\n"
+        "def short(images, prompts): return [1]\ndef long(images, prompts, targets, more): return [1]\n")
+    assert grpo.load_rewards("own.py:a")["own.py:a"][0]([None], [""]) == [3]
+    for name in ("short", "long", "number", "missing", "a=much", "a=nan"):
+        with pytest.raises(grpo.BadInput, match=r"own\.py:"):
+            grpo.load_rewards(f"own.py:{name}")
 
 def test_prompts_file(tmp_path):
     """Marks, comments and blank lines are no prompts; one with two targets is two; targets lie beside it."""
@@ -356,12 +358,14 @@ def test_prompts_file(tmp_path):
         grpo.load_prompts(tmp_path / "q.txt")
 
 # --- LoRA ---------------------------------------------------------------------------------------------------
-def make_layers(*names):
-    return torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in names})
+def make_lora(*names):
+    """Adapters that do something, of a model that has a linear layer for each name."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in names})
+    return perturb(grpo.LoRA(model, "[abc]", rank=4))
 
 def test_lora_by_hand(tmp_path):
     """Twice B A x at any rank, 0 at first, and A as peft draws it; saved under the names that peft reads."""
-    model = make_layers("a", "ab")  # "ab" is no "a"
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "ab": torch.nn.Linear(3, 2)})  # "ab" is no "a"
     x = torch.randn(5, 3)
     base = model["a"](x)
     lora = grpo.LoRA(model, "a", rank=4)
@@ -374,53 +378,47 @@ def test_lora_by_hand(tmp_path):
         assert torch.equal(model["a"](x), base)
     lora.save(tmp_path)
     assert list(lora.weights) == [f"base_model.model.a.lora_{AB}.weight" for AB in "AB"]
-    other = grpo.LoRA(make_layers("a"), "a", rank=4)
-    other.load(tmp_path)
-    assert all(torch.equal(other.weights[name], weight) for name, weight in lora.weights.items())
 
 def test_adapters_that_do_not_fit_are_refused_before_anything_is_copied(tmp_path):
-    """peft's own alpha, the rank, came in at twice its strength; other layers were a KeyError, half copied."""
-    lora = perturb(grpo.LoRA(make_layers("a", "b"), "[ab]", rank=4))
+    """peft's own alpha, the rank, came in at twice its strength; others were half copied."""
+    lora = make_lora("a", "b")
     before = copy.deepcopy(lora.weights)
-    lora.save(tmp_path / "good")
-    config = json.loads((tmp_path / "good/adapter_config.json").read_text())
-    assert config["r"] == 4 and config["lora_alpha"] == 8
-    for name, change in dict(alpha=dict(lora_alpha=4), rank=dict(r=8, lora_alpha=16)).items():
+    for name, change in dict(good={}, alpha=dict(lora_alpha=4), rank=dict(r=8, lora_alpha=16)).items():
         perturb(lora).save(tmp_path / name)
-        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config | change))
-    perturb(grpo.LoRA(make_layers("a"), "a", rank=4)).save(tmp_path / "fewer")
-    perturb(grpo.LoRA(make_layers("a", "b", "c"), "[abc]", rank=4)).save(tmp_path / "more")
-    perturb(grpo.LoRA(make_layers("a", "c"), "[ac]", rank=4)).save(tmp_path / "other")
-    (tmp_path / "empty").mkdir()
-    lora.load(tmp_path / "good")
-    for name in ("alpha", "rank", "fewer", "more", "other", "empty", "missing"):
+        path = tmp_path / name / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    for layers in ("a", "abc", "ac"):
+        make_lora(*layers).save(tmp_path / layers)
+    lora.copy_weights(before)
+    for name in ("alpha", "rank", "a", "abc", "ac", "missing"):
         with pytest.raises(grpo.BadInput, match="--adapter"):
             lora.load(tmp_path / name)
         assert all(torch.equal(weight, before[key]) for key, weight in lora.weights.items())
+    lora.load(tmp_path / "good")
+    assert not any(torch.equal(weight, before[key]) for key, weight in lora.weights.items())
 
 def test_loaded_adapters_keep_their_type_and_place(tmp_path):
-    """`weight.data = saved` trained in bf16 what a bf16 file held, and on the CPU; broadcast, it was nonsense."""
-    lora = perturb(grpo.LoRA(make_layers("a"), "a", rank=4))
+    """`weight.data = saved` trained in bf16 what a bf16 file held, and on the CPU; broadcast, nonsense."""
+    lora = make_lora("a")
     lora.save(tmp_path)
     halved = {name: weight.bfloat16() for name, weight in lora.weights.items()}
     save_file(halved, tmp_path / "adapter_model.safetensors")
     places = [weight.data_ptr() for weight in lora.weights.values()]
     lora.load(tmp_path)
     for (name, weight), place in zip(lora.weights.items(), places, strict=True):
-        assert weight.dtype == torch.float32 and weight.data_ptr() == place
-        assert torch.equal(weight, halved[name].float())
+        assert torch.equal(weight, halved[name].float()) and weight.data_ptr() == place
+        assert weight.dtype == torch.float32
     with pytest.raises(RuntimeError):
         lora.copy_weights({name: weight[:1] for name, weight in halved.items()})
 
 def test_the_product_of_lora_is_in_the_type_of_the_model():
     """In fp32 it would cost a layer's time again; and added in two roundings it is not what was trained."""
-    model = make_layers("a").bfloat16()
-    A, B = perturb(grpo.LoRA(model, "a", rank=4)).weights.values()
+    linear = torch.nn.Linear(3, 2).bfloat16()
     x = torch.randn(500, 3).bfloat16()
-    base = F.linear(x, model["a"].weight, model["a"].bias)
-    product = (x @ A.bfloat16().T) @ B.bfloat16().T
-    assert torch.equal(model["a"](x), torch.add(base, product, alpha=2))
-    assert not torch.equal(model["a"](x), base + (2 * (x.float() @ A.T) @ B.T).bfloat16())
+    base = linear(x)
+    lora = perturb(grpo.LoRA(torch.nn.ModuleDict({"a": linear}), "a", rank=4))
+    A, B = (weight.bfloat16() for weight in lora.weights.values())
+    assert torch.equal(linear(x), torch.add(base, (x @ A.T) @ B.T, alpha=2))
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_adapters_train(dtype, tmp_path):
@@ -452,43 +450,37 @@ def test_peft_and_transformers_load_the_adapters(sampled, tmp_path):
     assert (ours - sampled.logprobs).abs().max() > 0.01  # which the base model says
 
 # --- The trainer: which prompts, an update, a step, then what a run leaves and how it goes on ---------------
-def choose(step, gpus=1, num_prompts=8, **settings):
-    """(seed, place) of a step's prompts, on all GPUs."""
-    turns = []
-    for rank in range(gpus):
-        with mock.patch.multiple(grpo, RANK=rank, WORLD_SIZE=gpus):
-            places, seeds = grpo.choose_prompts(step, num_prompts, make_config(**dict(batch_size=6) | settings))
-        assert len(places) == settings.get("batch_size", 6) // gpus
-        turns += zip(seeds, places, strict=True)
-    return sorted(turns)
-
 def test_prompts_go_round_in_laps_that_follow_from_seed_and_step():
     """Drawn at random, one came 2 to 14 times in 40 steps; and no state means none that --resume forgets."""
+    def choose(step, gpus=1, **settings):
+        turns = []
+        for rank in range(gpus):
+            with mock.patch.multiple(grpo, RANK=rank, WORLD_SIZE=gpus):
+                places, seeds = grpo.choose_prompts(step, 8, make_config(**dict(batch_size=6) | settings))
+            turns += zip(seeds, places, strict=True)
+        return sorted(turns)
+
     turns = [turn for step in range(1, 29) for turn in choose(step)]  # 168
-    assert choose(4) == choose(4, gpus=2) == choose(4, gpus=3)
-    rest = [turn for step in (1, 2) for turn in choose(step, batch_size=20)]  # also with fewer prompts
-    assert sorted(turns[:36]) == sorted(rest)[:36]
-    places = [place for step in range(1, 29) for place in grpo.choose_prompts(
-        step, 8, make_config(batch_size=6))[0]]
-    laps = [places[i:i + 8] for i in range(0, 168, 8)]
-    assert all(sorted(lap) == list(range(8)) for lap in laps) and len(set(map(tuple, laps))) == 21
-    others = [place for step in range(1, 29) for _, place in choose(step, seed=1)]
-    assert others != [place for _, place in turns]
+    assert turns[18:24] == choose(4) == choose(4, gpus=2) == choose(4, gpus=3)
+    assert turns[20:40] == choose(2, batch_size=20)  # also where there are fewer prompts
+    laps = [tuple(place for _, place in turns[i:i + 8]) for i in range(0, 168, 8)]
+    assert all(sorted(lap) == list(range(8)) for lap in laps) and len(set(laps)) == 21
+    assert [place for _, place in choose(1, seed=1)] != [place for _, place in turns[:6]]
 
 def test_no_two_runs_share_a_seed_nor_saved_pictures_nor_noise():
-    """Runs of other --seeds drew the same samples; and training drew those of the saved pictures."""
-    runs = [{seed for step in range(1, 101) for seed, _ in choose(step, batch_size=8, seed=run)}
-            for run in range(6)]
-    assert [len(seeds) for seeds in runs] == [800] * 6 and len(set().union(*runs)) == 6 * 800
+    """Runs of other --seeds drew the same samples, training those of the saved pictures, noise tokens'."""
+    seeds = [*range(8)]  # of the saved pictures
+    for seed in range(6):
+        config = make_config(batch_size=8, seed=seed)
+        seeds += [seed for step in range(1, 101) for seed in grpo.choose_prompts(step, 8, config)[1]]
+    assert len(set(seeds)) == 8 + 6 * 800
     wrapper = make_wrapper()
     wrapper.pipe = mock.Mock(transformer=wrapper.pipe.transformer)  # it paints nothing, but is asked to
     wrapper.pipe.return_value.images = []
-    seeds = [*range(8), *runs[0], *runs[5]]
-    wrapper.decode(["a fox"] * len(seeds), torch.zeros(len(seeds), 10, dtype=int), seeds)
-    noises = [call.kwargs["generator"][0] for call in wrapper.pipe.call_args_list]
-    first = {tuple(torch.rand(4, generator=noise).tolist()) for noise in noises}
-    tokens = {tuple(torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()) for seed in seeds}
-    assert len(first) == len(tokens) == len(first | tokens) / 2 == 1608  # and saved pictures have their own
+    wrapper.decode([""] * len(seeds), torch.zeros(len(seeds), 10, dtype=int), seeds)
+    rngs = [call.kwargs["generator"][0] for call in wrapper.pipe.call_args_list]
+    rngs += [torch.Generator().manual_seed(seed) for seed in seeds]
+    assert len({tuple(torch.rand(4, generator=rng).tolist()) for rng in rngs}) == 2 * len(seeds)
 
 def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, monkeypatch):
     """Each micro-batch averaged on its own, or the last one alone, would give another gradient, or log."""
@@ -535,7 +527,7 @@ def test_ratio_is_one_until_the_first_update(tmp_path, top_p):
     assert once["ratio_mean"] == 1 and once["kl"] == once["clip_frac"] == 0
     trainer.config.num_iterations = 2
     twice = trainer.train_step(*make_rollout(trainer, step=2))
-    assert twice["ratio_mean"] != 1 and twice["clip_frac"] > 0.1 and 0 < twice["kl"] < 100
+    assert twice["ratio_mean"] != 1 and twice["clip_frac"] > 0 and 0 < twice["kl"] < 100
     assert max(once["sampler_gap_max"], twice["sampler_gap_max"]) < 1e-4
 
 @pytest.mark.parametrize("kl_coef, passes", [(0.1, 4), (0.0, 2)])
@@ -595,9 +587,8 @@ def test_an_update_whose_gradient_is_not_finite_is_left_out(tmp_path, bad):
 def test_settings_reach_the_update_and_the_log(tmp_path, monkeypatch):
     """A flag that is forgotten looks like one that does not help; a row is of all passes, not of the last."""
     settings = dict(clip_range=0.3, kl_coef=0.5)
-    rewards = {"fake": (lambda *_: rows.append(None) or range(8), 1.0)}
-    trainer = make_trainer(tmp_path / "run", rewards, steps=1, lr=0.003, lora_rank=2, num_iterations=3,
-                           max_grad_norm=1e-3, **settings)
+    trainer = make_trainer(tmp_path / "run", {"fake": (lambda *_: range(8), 1.0)}, steps=1, lr=0.003,
+                           lora_rank=2, num_iterations=3, max_grad_norm=1e-3, **settings)
     norms, clipped, rows = [], [], []
     original, clip = grpo.compute_grpo_loss, torch.nn.utils.clip_grad_norm_
 
@@ -614,13 +605,12 @@ def test_settings_reach_the_update_and_the_log(tmp_path, monkeypatch):
         torch.nn.utils, "clip_grad_norm_", lambda *args: norms.append(clip(*args)) or norms[-1])
     trainer.optimizer.register_step_pre_hook(lambda *_: clipped.append(gradient_of(trainer).norm().item()))
     trainer.train()
-    row, = trainer.history
-    assert len(rows) == 1 + 3 * 2  # a rollout, updates x micro-batches
-    for name in ("loss", "policy_loss", "kl", "ratio_mean", "clip_frac"):
-        assert row[name] == pytest.approx(np.mean([metrics[name] for metrics in rows[1:]]))
-    assert row["grad_norm"] == pytest.approx(np.mean(norms)) and row["grad_norm"] > 1e-2
-    assert clipped == pytest.approx([1e-3] * 3, rel=1e-2)
+    assert len(rows) == 3 * 2  # updates x micro-batches
+    for name in rows[0]:
+        assert trainer.history[0][name] == pytest.approx(np.mean([metrics[name] for metrics in rows]))
+    assert trainer.history[0]["grad_norm"] == pytest.approx(np.mean(norms)) and norms[0] > 1e-2
     group, = trainer.optimizer.param_groups
+    assert clipped == pytest.approx([1e-3] * 3, rel=1e-2)
     assert group["lr"] == 0.003 and group["weight_decay"] == 0
     for weight in trainer.lora.weights.values():
         assert min(weight.shape) == 2 and weight.grad is None  # no memory while the next step samples
@@ -632,81 +622,71 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     trainer.history = [None] * 3  # the fourth step is of prompts that do not stand in the order of the file
     wrapper = trainer.wrapper
     chosen, seeds = grpo.choose_prompts(4, 3, trainer.config)
-    with (mock.patch.object(trainer, "log"), mock.patch.object(trainer, "train_step", return_value={}) as update,
-          mock.patch.object(wrapper, "decode", wraps=wrapper.decode) as decode):
+    trainer.log = mock.Mock()
+    trainer.train_step = mock.Mock(return_value={})
+    with mock.patch.object(wrapper, "decode", wraps=wrapper.decode) as decode:
         trainer.train()
-    (rollout, advantages), = [call.args for call in update.call_args_list]
+    rollout, advantages = trainer.train_step.call_args.args
     images, prompts, targets = spy.call_args.args
     places = [target.getpixel((0, 0))[0] for target in targets]
     assert places == np.repeat(chosen, 4).tolist() != sorted(places)
     assert prompts == rollout.prompts == [trainer.prompts[i] for i in places]
     assert advantages.tolist() == pytest.approx([-1.1619, -0.3873, 0.3873, 1.1619] * 2, rel=1e-3)
-    with torch.no_grad():
-        again, _ = wrapper.compute_logprobs(rollout)
-    assert (again - rollout.logprobs).abs().max() < 1e-4
-    assert list(decode.call_args.args[0]) == prompts[::4] and list(decode.call_args.args[2]) == seeds
-    assert images == rollout.images == wrapper.decode(prompts[::4], rollout.tokens, seeds)
     part = rollout.part(slice(3, 5))
-    assert part.prompts == prompts[3:5] and torch.equal(part.nuclei, rollout.nuclei[3:5])
-    assert part.images == images[3:5] and torch.equal(part.tokens, rollout.tokens[3:5])
+    with torch.no_grad():
+        again, _ = wrapper.compute_logprobs(part)
+    assert (again - rollout.logprobs[3:5]).abs().max() < 1e-4 and part.prompts == prompts[3:5]
+    assert decode.call_args.args[0] == prompts[::4] and decode.call_args.args[2] == seeds
+    assert images == rollout.images == wrapper.decode(prompts[::4], rollout.tokens, seeds)
 
-def test_metrics_by_hand(tmp_path, monkeypatch, capsys):
-    """A wrong spread, gap or entropy looks healthy for ever; time and memory are of a step and at their most."""
-    rewards = {"a": (lambda *_: ([0.3] * 4 + [1, 2, 3, 6]), 2.0)}
-    trainer = make_trainer(tmp_path / "run", rewards, steps=3, save_every=1)
+def test_metrics_by_hand(tmp_path, monkeypatch):
+    """A wrong spread, gap or entropy looks healthy for ever; time is that of a step, memory its maximum."""
+    trainer = make_trainer(
+        tmp_path / "run", {"a": (lambda *_: [0.3] * 4 + [1, 2, 3, 6], 2.0)}, steps=3, save_every=1)
     wrapper = trainer.wrapper
     forward = wrapper.forward
     wrapper.forward = lambda *inputs: 0 * forward(*inputs)
-    generate = mock.Mock(wraps=wrapper.generate_with_tracking)
-    monkeypatch.setattr(wrapper, "generate_with_tracking", generate)
+    generate = wrapper.generate_with_tracking = mock.Mock(wraps=wrapper.generate_with_tracking)
     monkeypatch.setattr(grpo, "time", mock.Mock(perf_counter=lambda: generate.call_count))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 3 * 2**30)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 2**30)
     trainer.train()
-    assert [(row["seconds"], row["gpu_gib_max"]) for row in trainer.history] == [(1, 3)] * 3  # nor do they add up
+    assert [(row["seconds"], row["gpu_gib_max"]) for row in trainer.history] == [(1, 3)] * 3
     row = trainer.history[0]
     assert row["reward_std"] == pytest.approx(2 * np.std([1, 2, 3, 6], ddof=1) / 2)
     assert row["reward"] == pytest.approx(2 * row["reward/a"]) == pytest.approx(2 * 13.2 / 8)
     assert row["entropy"] == pytest.approx(math.log(8))  # in nats: each of 8 codes is as likely
-    assert "taught nothing" not in capsys.readouterr().out
     rollout, advantages = make_rollout(trainer)
     rollout.logprobs[5, 3] -= 0.1
     assert trainer.train_step(rollout, advantages)["sampler_gap_max"] == pytest.approx(0.1, rel=1e-3)
 
-def test_a_step_without_any_spread_says_so(tmp_path, capsys):
+@pytest.mark.parametrize("spread", [0, 1])
+def test_a_step_without_any_spread_says_so(tmp_path, capsys, spread):
     """Equal rewards, exact or not in floats, teach nothing, and no word said why the policy stood still."""
-    rewards = {"equal": (lambda images, *_: [0.3] * len(images), 1.0)}
+    rewards = {"a": (lambda images, *_: [0.3 + spread * (i == 0) for i in range(len(images))], 1.0)}
     trainer = make_trainer(tmp_path / "run", rewards, steps=1, group_size=6, kl_coef=0.0)
     trainer.train()
-    row, = trainer.history
-    assert row["reward_std"] == row["policy_loss"] == row["grad_norm"] == 0
-    assert "taught nothing" in capsys.readouterr().out
+    assert ("taught nothing" in capsys.readouterr().out) == (spread == 0)
+    assert (trainer.history[0]["grad_norm"] > 0) == (trainer.history[0]["reward_std"] > 0) == (spread == 1)
 
 def test_metrics_are_of_all_gpus(monkeypatch):
     """They were those of the first process alone; and the mean of maxima is none."""
-    other = dict(loss=3.0, grad_norm=math.nan, sampler_gap_max=0.5, gpu_gib_max=1.0, seconds=4.0, count=2)
-    own = dict(loss=1.0, grad_norm=1.0, sampler_gap_max=0.1, gpu_gib_max=7.0, seconds=2.0, count=1)
+    own = dict(loss=1.0, grad_norm=1.0, sampler_gap_max=0.1, gpu_gib_max=7.0)
+    other = dict(loss=3.0, grad_norm=math.nan, sampler_gap_max=0.5, gpu_gib_max=1.0)
     assert grpo.merge_over_gpus(own) == own
-
-    def gather(rows, metrics):
-        rows[:] = metrics, other
-
     monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(torch.distributed, "all_gather_object",
+                        lambda rows, metrics: rows.__setitem__(slice(2), [metrics, other]))
     merged = grpo.merge_over_gpus(own)
-    assert math.isnan(merged.pop("grad_norm"))
-    assert merged == dict(loss=2.0, sampler_gap_max=0.5, gpu_gib_max=7.0, seconds=3.0, count=1.5)
-    assert all(type(value) is float for value in merged.values())  # a numpy number cannot be loaded again
+    assert all(type(value) is float for value in merged.values())  # a checkpoint takes no numpy numbers
+    assert math.isnan(merged.pop("grad_norm")) and merged == dict(loss=2, sampler_gap_max=0.5, gpu_gib_max=7)
     other["sampler_gap_max"] = math.nan
     assert math.isnan(grpo.merge_over_gpus(own)["sampler_gap_max"])
-
 def test_the_first_process_alone_writes(tmp_path, monkeypatch, capsys):
     """Two that write one file tear each other's lines."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda gradient: None)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda rows, own: rows.__setitem__(slice(2), [own] * 2))
-    with mock.patch.multiple(grpo, RANK=1, WORLD_SIZE=2):
-        trainer = make_trainer(tmp_path / "run", steps=2, save_every=1)
+    with (mock.patch.multiple(grpo, RANK=1, WORLD_SIZE=2), mock.patch("torch.distributed.all_reduce"),
+          mock.patch.object(grpo, "merge_over_gpus", side_effect=dict)):
+        trainer = make_trainer("run", steps=2, save_every=1)
         trainer.train()
     assert len(trainer.history) == 2 and not any(tmp_path.iterdir()) and not capsys.readouterr().out
 
@@ -722,15 +702,13 @@ def test_what_is_written_when(finished):
 def test_the_log_is_written_before_the_checkpoint_and_at_once(tmp_path, monkeypatch):
     """After a kill between the two it lacked a row; and a pipe showed nothing for hours."""
     trainer = make_trainer(tmp_path / "run", steps=3)
-    spy = mock.Mock(side_effect=lambda: lengths.append((len(trainer.history), len(rows_of(trainer.out)))))
-    lengths, printed = [], []
-    monkeypatch.setattr(trainer, "save_checkpoint", spy)
-    show = lambda *args, **kwargs: printed.append(kwargs) if kwargs.get("file") is None else prints(*args, **kwargs)
-    prints = builtins.print
-    monkeypatch.setattr(builtins, "print", show)
+    lengths, printed = [], mock.Mock()
+    trainer.save_checkpoint = lambda: lengths.append((len(trainer.history), len(rows_of(trainer.out))))
+    original = print
+    monkeypatch.setattr("builtins.print", lambda *args, file=None, **more: (
+        original(*args, file=file, **more) if file else printed(**more)))
     trainer.train()
-    assert lengths == [(1, 1), (2, 2), (3, 3)]
-    assert len(printed) == 3 and all(kwargs.get("flush") for kwargs in printed)
+    assert lengths == [(1, 1), (2, 2), (3, 3)] and printed.call_args_list == [mock.call(flush=True)] * 3
 
 def test_metrics_of_nan_are_valid_json(tmp_path):
     """NaN is no JSON: pandas and jq refused the whole file; and in the history it must stay NaN."""
@@ -740,16 +718,13 @@ def test_metrics_of_nan_are_valid_json(tmp_path):
     row = json.loads(text, parse_constant=pytest.fail)
     assert row["loss"] is row["grad_norm"] is None and row["reward"] == row["step"] == 1
     assert math.isnan(grpo.read_checkpoint(tmp_path / "run")["history"][0]["loss"])
-
 def test_fixed_pictures_have_fixed_prompts_and_seeds(tmp_path):
     """What training draws in between must not show."""
     trainer = make_trainer(tmp_path / "run")
     trainer.prompts = list("abcdefghi")
-    rollout = mock.Mock(images=blank(8)[0])
-    with mock.patch.object(trainer.wrapper, "generate_with_tracking", return_value=rollout) as generate:
-        trainer.save_samples(1)
-    prompts, group_size, seeds = generate.call_args.args
-    assert (prompts, group_size, list(seeds)) == (list("abcdefgh"), 1, list(range(8)))
+    generate = trainer.wrapper.generate_with_tracking = mock.Mock(return_value=mock.Mock(images=blank(8)[0]))
+    trainer.save_samples(1)
+    assert generate.call_args.args == (trainer.prompts[:8], 1, range(8))
 
 def test_resume_is_bit_for_bit(finished, tmp_path):
     """Also after a full disk; and the constructor loads the run, over which `train()` alone began anew."""
@@ -775,35 +750,26 @@ def test_train_again_after_an_error_repeats_no_step(finished, tmp_path):
 
 def test_a_resumed_run_keeps_its_weights_and_takes_what_is_typed(tmp_path):
     """It went back to the --adapter that it began with; and an --lr that is the default was not taken."""
-    first = make_trainer(tmp_path / "first", steps=1)
-    perturb(first.lora).save(tmp_path / "adapter")
+    lora = perturb(make_trainer(tmp_path / "first").lora)
+    lora.save(tmp_path / "adapter")
     trainer = make_trainer(tmp_path / "run", steps=1, adapter=str(tmp_path / "adapter"))
-    begun = copy.deepcopy(trainer.lora.weights)
-    assert all(torch.equal(weight, begun[name]) for name, weight in first.lora.weights.items())
+    assert all(torch.equal(weight, lora.weights[name]) for name, weight in trainer.lora.weights.items())
     trainer.train()
-    for steps, lr in ((2, grpo.Config.lr), (3, 0.125)):
-        resumed = make_trainer(tmp_path / "run", steps=steps, lr=lr, temperature=None)
-        group, = resumed.optimizer.param_groups
-        assert group["lr"] == lr and resumed.out == tmp_path / "run" and len(resumed.history) == 1
+    for lr in (grpo.Config.lr, 0.125):
+        resumed = make_trainer(tmp_path / "run", steps=2, lr=lr)
+        assert resumed.optimizer.param_groups[0]["lr"] == lr and len(resumed.history) == 1
         for name, weight in resumed.lora.weights.items():
-            assert torch.equal(weight, trainer.lora.weights[name]) and not torch.equal(weight, begun[name])
-    state = trainer.optimizer.state_dict()["state"]
-    torch.testing.assert_close(resumed.optimizer.state_dict()["state"], state, rtol=0, atol=0)
-
+            assert torch.equal(weight, trainer.lora.weights[name])
+            assert not torch.equal(weight, lora.weights[name])
 def test_resume_refuses_what_would_be_another_run(finished):
-    """Other prompts, or as many others a step, changed the order in the middle; a finished one did nothing."""
+    """Other prompts, or as many others a step, changed the order midway; a finished one did nothing."""
     before = {path: path.read_bytes() for path in finished.rglob("*.*")}
-    for name, value in dict(batch_size=4, seed=1, lora_rank=2, model="other", adapter="a").items():
+    for name, value in dict(batch_size=4, seed=1, lora_rank=2, model="other", adapter="a", steps=5).items():
         with pytest.raises(grpo.BadInput, match=f"--{name}"):
-            make_trainer(finished, steps=9, **{name: value})
-    with pytest.raises(grpo.BadInput, match="--steps"):
-        make_trainer(finished)
+            make_trainer(finished, **dict(steps=9) | {name: value})
     state = grpo.read_checkpoint(finished)
     config = make_config(**state["config"] | dict(steps=9, resume=str(finished)))
-    assert grpo.check_resume(state, config, state["prompts"]) is None
     for prompts in (state["prompts"][::-1], state["prompts"] + ["red"], state["prompts"][:2]):
-        with pytest.raises(grpo.BadInput, match="--prompts"):
-            grpo.check_resume(state, config, prompts)
         with pytest.raises(grpo.BadInput, match="--prompts"):
             grpo.GRPOTrainer(config, make_wrapper(config=config), prompts, grpo.REWARDS)
     assert {path: path.read_bytes() for path in finished.rglob("*.*")} == before
@@ -811,20 +777,16 @@ def test_resume_refuses_what_would_be_another_run(finished):
 def test_two_trainers_never_share_a_folder(finished, tmp_path, monkeypatch):
     """Of two with one --out one log was lost; and two of one second had one name, runs/<date-time>."""
     before = {path: path.read_bytes() for path in finished.rglob("*.*")}
+    names = ["runs/a", "runs/a", "runs/a", "runs/b"]  # by the clock, until a second is over
+    sleep = mock.Mock(side_effect=[None, None, InterruptedError])
+    monkeypatch.setattr(grpo, "time", mock.Mock(strftime=lambda _: names.pop(0), sleep=sleep))
+    monkeypatch.chdir(tmp_path)
+    trainers = [make_trainer(None, out=None) for _ in range(2)]
+    assert [trainer.out for trainer in trainers] == [Path("runs/a"), Path("runs/b")] and not names
     config = make_config(out=str(finished))
     with pytest.raises(grpo.BadInput, match="--out"):
         grpo.GRPOTrainer(config, make_wrapper(config=config), ["green"], grpo.load_rewards("color"))
     assert {path: path.read_bytes() for path in finished.rglob("*.*")} == before
-    monkeypatch.chdir(tmp_path)
-    clock = [0]
-    monkeypatch.setattr(grpo.time, "strftime", lambda name: f"runs/second-{clock[0]}")
-    monkeypatch.setattr(grpo.time, "sleep", lambda seconds: clock.append(clock.pop() + 1))
-    one, two = make_trainer(None, out=None), make_trainer(None, out=None)
-    assert [one.out, two.out] == [Path("runs/second-0"), Path("runs/second-1")]
-    assert [grpo.read_checkpoint(trainer.out)["history"] for trainer in (one, two)] == [[], []]
-    grpo.claim_folder("deep/er/run")
-    with pytest.raises(grpo.BadInput, match="deep/er/run"):
-        grpo.claim_folder("deep/er/run")
 
 def test_the_first_adapters_come_from_the_seed_alone(tmp_path):
     """A run is its command, whatever has been drawn before; GPUs would begin with different adapters."""
@@ -950,40 +912,27 @@ def test_what_the_model_says_of_itself_is_taken_unless_it_is_typed():
     """A --temperature or --top-p that is forgotten looks like one that does not help."""
     pipe = make_wrapper().pipe
     pipe.vision_language_encoder.generation_config.update(do_sample=True, temperature=0.5, top_p=0.6)
-    for typed, temperature, top_p in ((dict(temperature=None), 0.5, 0.6), (dict(), 0.9, 0.6),
-                                      (dict(temperature=2.0, top_p=1.0), 2.0, 1.0)):
+    for typed, temperature, top_p in ((dict(temperature=None), 0.5, 0.6), (dict(top_p=1.0), 0.9, 1.0)):
         wrapper = WRAPPER(pipe, make_config(**typed))
-        rollout = roll(wrapper)
-        with torch.no_grad():
-            _, entropy = wrapper.compute_logprobs(rollout)
-        kept = torch.full((6, 10, 8), math.nan)
-        ids, position_ids, bias = wrapper.encode(rollout.prompts)
-        logits = wrapper.forward(torch.cat([ids, rollout.tokens], 1), position_ids, bias)[:, -11:-1]
-        out = wrapper.halves.ar[1](wrapper.halves.ar[0](
-            input_ids=torch.cat([ids, rollout.tokens], 1), position_ids=position_ids, attention_mask=bias,
-            use_cache=False).last_hidden_state)[:, -11:-1, :8]
-        assert torch.allclose(logits, out / temperature) and rollout.nuclei.all() == (top_p == 1)
+        assert wrapper.temperature == temperature and roll(wrapper).nuclei.all() == (top_p == 1)
 
-def test_models_are_loaded_in_the_type_of_their_device(loaded, monkeypatch):
+def test_models_are_loaded_in_the_type_of_their_device(monkeypatch):
     """In fp32 no GPU would do, in bf16 no CPU; what is no model is told; threads are the user's own."""
-    assert {weight.dtype for weight in loaded.vision_language_encoder.parameters()} == {torch.float32}
-    threads = mock.Mock()
-    monkeypatch.setattr(torch, "set_num_threads", threads)
+    monkeypatch.setattr(torch, "set_num_threads", mock.Mock(side_effect=AssertionError))
+    load = mock.Mock(side_effect=[make_pipe(), make_pipe(), OSError("lost")])
+    monkeypatch.setattr(diffusers.GlmImagePipeline, "from_pretrained", load)
     for cuda, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(grpo, "CUDA", cuda)
-        with mock.patch.object(diffusers.GlmImagePipeline, "from_pretrained", return_value=make_pipe()) as load:
-            WRAPPER.from_pretrained("folder", make_config())
+        WRAPPER.from_pretrained("folder", make_config())
         assert load.call_args.args == ("folder",) and load.call_args.kwargs["dtype"] == dtype
-    with mock.patch.object(diffusers.GlmImagePipeline, "from_pretrained", side_effect=OSError("lost")):
-        with pytest.raises(grpo.BadInput, match="--model folder: lost"):
-            WRAPPER.from_pretrained("folder", make_config())
-    threads.assert_not_called()
+    with pytest.raises(grpo.BadInput, match="--model folder.*lost"):
+        WRAPPER.from_pretrained("folder", make_config())
 
 def test_offloading_changes_nothing_and_holds_one_half_at_a_time(tmp_path):
     """With it, what is not on the GPU is NaN here, the vision tower always; a phase moves weights once."""
     for offload in ("off", "on"):
         trainer = make_trainer(tmp_path / offload, offload=offload, steps=1, micro_batch_size=2)
-        halves = trainer.wrapper.halves
+        wrapper, halves = trainer.wrapper, trainer.wrapper.halves
         moves, hidden = [], []
 
         def move_to_gpu(half):
@@ -993,7 +942,7 @@ def test_offloading_changes_nothing_and_holds_one_half_at_a_time(tmp_path):
                 tensor, tensor.data = hidden.pop()
             grpo.Halves.move_to_gpu(halves, half)
             other = halves.dit if half is halves.ar else halves.ar
-            for tensor in tensors_of(trainer.wrapper.policy.model.visual, other):
+            for tensor in tensors_of(wrapper.policy.model.visual, other):
                 hidden.append((tensor, tensor.data))
                 tensor.data = torch.full_like(tensor, math.nan)
 
@@ -1001,52 +950,32 @@ def test_offloading_changes_nothing_and_holds_one_half_at_a_time(tmp_path):
             halves.move_to_gpu = move_to_gpu
         trainer.train()
     assert moves == ["ar", "dit"] + ["ar", "dit", "ar"] + ["dit"]  # pictures, a step, pictures
-    assert trainer.history[0]["grad_norm"] > 0
     assert_same_run(tmp_path / "off", tmp_path / "on")
-    wrapper = trainer.wrapper
     tokens, _, _ = wrapper.sample(["a red fox"], 1, [3])
-    image, = wrapper.decode(["a red fox"], tokens, [3])  # by hand, each brings its own half
+    wrapper.decode(["a red fox"], tokens, [3])  # by hand: each brings its own half
     assert moves[6:] == ["ar", "dit"]
-    assert image == make_wrapper(config=trainer.config).generate_with_tracking(["a red fox"], 1, [3]).images[0] or (
-        wrapper.policy is not None)
 
-def test_halves_are_lent_to_the_gpu(monkeypatch):
-    """An interrupt in the middle is mended by the next call. (fp64 stands for the GPU, fp32 for the CPU.)"""
+def test_halves_take_turns_on_the_gpu(monkeypatch):
+    """Fragments of one left no room for the other on 24 GB; and an interrupt in the middle is mended."""
     halves = make_wrapper(offload="on").halves
-    ar, dit = halves.ar, halves.dit
-    to = torch.Tensor.to
-    moved = []
-
-    def move(tensor, where, *args, **kwargs):
-        moved.append(tensor)
-        if len(moved) == last:
-            raise KeyboardInterrupt
-        return to(tensor, torch.float32 if where == torch.device("cpu") else torch.float64)
-
-    monkeypatch.setattr(torch.Tensor, "to", move)
-    monkeypatch.setattr(grpo, "DEVICE", torch.float64)
-    late = len(tensors_of(ar, dit)) + 5  # when the other half has left
-    for half, last in [(ar, 0), (dit, 0), (ar, 0), (dit, late), (ar, 0), (dit, late), (dit, 0), (ar, 5),
-                       (dit, 0), (ar, late), (ar, 0)]:
-        moved.clear()
-        with pytest.raises(KeyboardInterrupt) if last else contextlib.nullcontext():
-            halves.move_to_gpu(half)
-        if not last:
-            assert {tensor.dtype for tensor in tensors_of(half)} == {torch.float64}
-            assert {tensor.dtype for tensor in tensors_of(dit if half is ar else ar)} == {torch.float32}
-    moved.clear()
-    assert halves.move_to_gpu(ar) is None and not moved  # it is there
-
-def test_memory_is_given_back_between_the_halves(monkeypatch):
-    """Without it, fragments of one half left no room for the other on a card of 24 GB."""
-    halves = make_wrapper(offload="on").halves
-    calls = []
-    monkeypatch.setattr(halves.both, "to", lambda where: calls.append(("away", where)))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
-    monkeypatch.setattr(halves.dit, "to", lambda where: calls.append(("in", where)))
-    halves.move_to_gpu(halves.dit)
-    halves.move_to_gpu(halves.dit)
-    assert calls == [("away", "cpu"), "empty", ("in", grpo.DEVICE)]
+    calls = mock.Mock()
+    for name, half in dict(away=halves.both, ar=halves.ar, dit=halves.dit).items():
+        monkeypatch.setattr(half, "to", getattr(calls, name))
+    monkeypatch.setattr(torch.cuda, "empty_cache", calls.empty)
+    turn = [mock.call.away("cpu"), mock.call.empty()]
+    into_ar, into_dit = turn + [mock.call.ar(grpo.DEVICE)], turn + [mock.call.dit(grpo.DEVICE)]
+    for half, made in ((halves.ar, into_ar), (halves.ar, []), (halves.dit, into_dit), (halves.dit, [])):
+        calls.reset_mock()
+        halves.move_to_gpu(half)
+        assert calls.mock_calls == made
+    for step in (calls.away, calls.empty, calls.ar):
+        step.side_effect = KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            halves.move_to_gpu(halves.ar)
+        step.side_effect = None
+        calls.reset_mock()
+        halves.move_to_gpu(halves.dit)
+        assert calls.mock_calls == into_dit
 
 @pytest.mark.parametrize("offload, gib, where", [
     ("on", 80, "cpu"), ("off", 10, "meta"), ("auto", 40, "cpu"), ("auto", 80, "meta"), ("auto", 0, "meta")])
@@ -1080,30 +1009,26 @@ def test_a_step_fits_a_card_of_24_gb(monkeypatch, side):
 def test_the_shipped_painter_paints_a_code_as_a_square_of_its_color(shipped):
     """What `python grpo.py` trains on a CPU earns its reward through these squares alone."""
     wrapper = shipped(width=128, height=128)
-    codes = torch.arange(8)[:, None].expand(8, 256 + 16)
-    images = wrapper.decode(["a fox"], codes, [0])
     palette = torch.stack(list(grpo.COLORS.values()))
-    assert (grpo.pil_to_tensor(images).mean((2, 3)) - palette).abs().max() < 0.05
     torch.manual_seed(0)
-    mixed = torch.randint(8, (4, 16))
-    images = wrapper.decode(['a "fox"'], F.pad(mixed, (256, 0)), [1])
-    squares = grpo.pil_to_tensor(images).unflatten(2, (4, 32)).unflatten(4, (4, 32)).mean((3, 5))  # [4, 3, 4, 4]
-    distances = (squares.flatten(2).movedim(1, 2)[:, :, None] - palette).abs().sum(3)
-    assert torch.equal(distances.argmin(2), mixed)  # row by row, each where its token stands
+    codes = torch.cat([torch.arange(8)[:, None].expand(8, 16), torch.randint(8, (4, 16))])
+    images = wrapper.decode(['a "fox"'], F.pad(codes, (256, 0)), [0])
+    squares = grpo.pil_to_tensor(images).unflatten(3, (4, 32)).unflatten(2, (4, 32)).mean((3, 5)).flatten(2)
+    assert (squares.mean(2)[:8] - palette).abs().max() < 0.05
+    distances = (squares[..., None] - palette.T[:, None]).abs().sum(1)  # [12, 16, 8]
+    assert torch.equal(distances.argmin(2), codes)  # each colour stands where its token stands
 
 def test_the_shipped_policy_half_knows_its_colors(shipped):
-    """It knows .45 of a square, so that there is something to learn; its draft is certain, so it adds no noise."""
+    """A square is right by .45, so that there is something to learn; a certain draft adds no noise."""
     wrapper = shipped(width=128, height=128, temperature=None)
-    prompts, _ = grpo.load_prompts(None)
-    prompts = prompts[:24]
-    right = [list(grpo.COLORS).index(next(w for w in re.findall(r"\w+", p.lower()) if w in grpo.COLORS))
-             for p in prompts]
-    tokens = F.pad(torch.tensor(right)[:, None].expand(-1, 16), (256, 0))
+    palette = list(grpo.COLORS)
+    prompts = [f"{odd} {name.upper()} fox, not {palette[i - 1]}, {odd}" for i, name in enumerate(palette)
+               for odd in ("A", 'the "smallest" of')]
+    tokens = F.pad(torch.arange(8).repeat_interleave(2)[:, None].expand(-1, 16), (256, 0))
     with torch.no_grad():
-        logprobs, _ = wrapper.compute_logprobs(grpo.Rollout(prompts, [], tokens, torch.zeros(()), None))
+        logprobs, _ = wrapper.compute_logprobs(grpo.Rollout(prompts, [], tokens, None, None))
     chances = logprobs.exp()
-    assert chances[:, :256].min() > 0.99 and abs(chances[:, 256:].mean() - 0.45) < 0.1
-    assert wrapper.sample(["a RED fox"], 2, [1])[0].tolist() == wrapper.sample(["A red fox"], 2, [1])[0].tolist()
+    assert chances[:, :256].min() > 0.99 and (chances[:, 256:].mean(1) - 0.45).abs().max() < 0.1
 
 def test_the_shipped_model_takes_any_prompt_and_the_smallest_size(shipped):
     """A prompt with the word "image", then a mark, ended the run; at 32 pixels the draft was empty."""

@@ -1,6 +1,6 @@
 """Tests of .github: its files are run as they stand and as their pages say, and what rewards.md and changes.md say is
 true."""
-import ast, copy, dataclasses, io, json, logging, math, os, random, re, runpy, shutil, socket, string, subprocess, sys, types, warnings
+import ast, copy, dataclasses, io, json, logging, math, os, random, re, runpy, shutil, socket, string, subprocess, sys, tempfile, types, warnings
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 import grpo, test_grpo
+from examples.make_tiny import make_models
 
 torch.set_num_threads(1)  # other tests run beside these
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
@@ -26,7 +27,12 @@ FLAGS = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(grp
 PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
 
 # --- What the tests are made of -----------------------------------------------------------------------------
-MODEL = str(HERE / "examples/tiny-glm-image")
+# A GLM-Image as small as that of examples, with random weights, so that nothing is certain to it.
+FOLDER = tempfile.TemporaryDirectory()
+MODEL = FOLDER.name
+torch.manual_seed(0)
+make_models(grpo.COLORS).save_pretrained(MODEL)
+shutil.copy(HERE / "examples/tiny-glm-image/grpo.json", MODEL)
 SMALL = f"--model {MODEL} --width 64 --height 64 --batch-size 2 --group-size 2 --micro-batch-size 2".split()
 ENV = os.environ | {
     "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
@@ -34,7 +40,7 @@ PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The small model, wherever the test is, with a draft of 4 x 4 codes and not of 16 x 16: that saves most of the time."""
+    """This model is the default, and its draft has 4 x 4 codes in place of 16 x 16: that saves most of the time."""
     monkeypatch.setattr(grpo.Config.__dataclass_fields__["model"], "default", MODEL)
     monkeypatch.setattr(transformers.GlmImageProcessor, "_get_target_shape", staticmethod(
         lambda height, width: (height // 32, width // 32, 4, 4)))
@@ -494,7 +500,7 @@ def test_the_entropy_bonus_raises_the_entropy(tmp_path):
     """With the wrong sign, or without a gradient, it would do nothing or harm: here nothing else acts."""
     changed = make_changed("An entropy bonus")
     same = {"same": (lambda images, *_: [1.0] * len(images), 1.0)}
-    trainer = make_trainer(changed, same, steps=8, kl_coef=0.0, lr=0.01, out=tmp_path / "run")
+    trainer = make_trainer(changed, same, steps=8, batch_size=3, kl_coef=0.0, lr=1e-3, out=tmp_path / "run")
     trainer.train()
     entropies = [row["entropy"] for row in trainer.history]
     assert entropies[-1] > entropies[0] + 0.01

@@ -1,5 +1,5 @@
-"""Tests of .github/painter.md: its flow.py, identities mostly, on a toy of random weights. No network, no GPU."""
-import functools, json, math, os, re, runpy, sys
+"""Tests of .github/painter.md: its flow.py, identities mostly, on a small GLM-Image of random weights. No network, no GPU."""
+import json, math, os, re, runpy, sys
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
@@ -12,19 +12,36 @@ PAGE = (ROOT / ".github/painter.md").read_text()
 HERE = ROOT / ".github"
 sys.path[:0] = [str(HERE), str(ROOT)]
 import flow, grpo
+from examples import make_tiny
 torch.set_num_threads(1)
-QUICK = functools.partial(grpo.make_tiny_pipeline, fit_steps=0)  # the toy with random weights
+
+def make_pipeline():
+    """Random weights, always the same. A draft of 2 x 2 tokens, as that of 16 x 16 takes its time."""
+    torch.manual_seed(0)
+    pipe = make_tiny.make_models(grpo.COLORS)
+    pipe.processor._get_target_shape = lambda height, width: (height // 32, width // 32, 2, 2)
+    for name in ("vision_language_encoder", "text_encoder", "transformer", "vae"):
+        getattr(pipe, name).eval()  # as `from_pretrained` leaves them
+    return pipe
 
 def make_wrapper(**settings):
-    """The toy of random weights: 64 wide and 128 high, a draft of 2 x 2 tokens and then 4 x 2."""
+    """64 wide and 128 high: 4 x 2 tokens after those of the draft."""
     settings = dict(width=64, height=128, batch_size=2, steps=4) | settings
-    return grpo.GLMImageWrapper(QUICK(0), grpo.Config(**grpo.TINY | settings))
+    return grpo.GLMImageWrapper(make_pipeline(), grpo.Config(**make_tiny.SETTINGS | settings))
 
 def make_rollout(trainer, step=1):
-    """What `train` hands to `train_step`."""
-    rollout, _ = trainer.rollout(step)
-    rollout["advantages"] = grpo.compute_advantages(rollout["rewards"], trainer.config.group_size)
-    return rollout
+    """What `train` hands to `train_step`, and the mean reward."""
+    config = trainer.config
+    places, seeds = grpo.choose_prompts(step, len(trainer.prompts), config)
+    prompts = [trainer.prompts[i] for i in places]
+    rollout = trainer.wrapper.generate_with_tracking(prompts, config.group_size, seeds)
+    rewards, metrics = grpo.compute_rewards(
+        rollout.images, rollout.prompts, [None] * len(rollout.prompts), trainer.rewards)
+    return rollout, grpo.compute_advantages(rewards, config.group_size), metrics["reward"]
+
+def train_step(trainer, step=1):
+    rollout, advantages, _ = make_rollout(trainer, step)
+    return trainer.train_step(rollout, advantages)
 
 def perturb(lora):
     """Adapters that do something: B starts at 0."""
@@ -58,7 +75,7 @@ def hide_weights(wrapper):
 QUOTED = ['a red fox that says "STOP HERE"', "yellow"]  # of the second no word is to be painted
 
 def shift_sigmas(pipe):
-    """A schedule that depends on the size of the image, as GLM-Image's does, the toy's does not."""
+    """A schedule that depends on the size of the image, as GLM-Image's does, the small one's does not."""
     pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, time_shift_type="linear", base_shift=0.25, max_shift=0.75)
 
@@ -72,7 +89,7 @@ def make_painter(**settings):
 def make_painting(out, **settings):
     """A trainer of the painter; its adapters do something."""
     painter = make_painter(**dict(out=str(out), max_grad_norm=1e9, width=64, height=64) | settings)
-    trainer = grpo.GRPOTrainer(painter.config, painter, QUOTED)
+    trainer = grpo.GRPOTrainer(painter.config, painter, QUOTED, grpo.load_rewards("color"))
     perturb(trainer.lora)
     return trainer
 
@@ -84,17 +101,17 @@ def test_painter_at_level_0_is_the_stock_pipeline(monkeypatch, guidance):
     noisy, _, _ = painter.sample(QUOTED, 1, [1, 2])
     monkeypatch.setattr(flow, "NOISE_LEVEL", 1e-7)
     quiet, _, _ = painter.sample(QUOTED, 1, [1, 2])
-    stock = QUICK(0)
+    stock = make_pipeline()
     shift_sigmas(stock)
     for i in range(2):
         expected = stock(
             QUOTED[i], prior_token_ids=stock._upsample_token_ids(drawn[i, 4:], 4, 2), height=128,
             width=64, num_inference_steps=8, guidance_scale=guidance, output_type="latent",
-            generator=torch.Generator().manual_seed(1 + i)).images
+            generator=torch.Generator().manual_seed(~(1 + i))).images
         assert (quiet[i, -1] - expected).abs().max() < 1e-5
         assert (noisy[i, -1] - expected).abs().max() > 0.1
     pictures = grpo.pil_to_tensor(painter.decode(QUOTED, quiet, [1, 2]))
-    kept = grpo.pil_to_tensor(painter.generate_with_tracking(QUOTED, 1, [1, 2])["images"])
+    kept = grpo.pil_to_tensor(painter.generate_with_tracking(QUOTED, 1, [1, 2]).images)
     assert (pictures - kept).abs().max() < 1.5 / 255
 
 @pytest.mark.parametrize("sigma", [0.9, 0.5, 0.1])
@@ -121,20 +138,22 @@ def test_what_a_group_of_paintings_shares(monkeypatch):
         assert (group[0, 1] - group[2, 1]).abs().mean() > 0.1
     for alone, among in zip(painter.sample(["red"], 3, [3]), (path, logprobs, given)):
         assert torch.allclose(alone, among[6:], atol=1e-5)
-    monkeypatch.setattr(painter, "paint", lambda *_: (None, None))
+    monkeypatch.setattr(painter, "paint", lambda *_: (torch.zeros(1), torch.zeros(1)))
     starts = [next(painter.sample_group("red", given[:1, 1:], seed))[2][0, 0] for seed in range(12)]
     assert set(map(int, starts)) == {0, 1, 2}  # the window lies in the first half of 8 steps
 
 def test_pictures_that_are_kept(monkeypatch):
     """A group is painted with noise, and its images are its latents'; a saved picture has no noise."""
     painter = make_painter()
-    images, *samples = painter.generate_with_tracking(QUOTED, 2, [1, 2]).values()
+    rollout = painter.generate_with_tracking(QUOTED, 2, [1, 2])
+    images, samples = rollout.images, [rollout.tokens, rollout.logprobs, rollout.nuclei]
+    assert rollout.prompts == [prompt for prompt in QUOTED for _ in range(2)]
     expected = painter.sample(QUOTED, 2, [1, 2])
     assert len(images) == 4 and all(torch.equal(*pair) for pair in zip(samples, expected, strict=True))
     decoded = painter.decode(QUOTED, samples[0], [1, 2])
     assert torch.equal(grpo.pil_to_tensor(images), grpo.pil_to_tensor(decoded))
-    kept = grpo.pil_to_tensor(painter.generate_with_tracking(QUOTED, 1, [1, 2])["images"])
-    stock = grpo.pil_to_tensor(painter.ar.generate_with_tracking(QUOTED, 1, [1, 2])["images"])
+    kept = grpo.pil_to_tensor(painter.generate_with_tracking(QUOTED, 1, [1, 2]).images)
+    stock = grpo.pil_to_tensor(painter.ar.generate_with_tracking(QUOTED, 1, [1, 2]).images)
     assert torch.equal(kept, stock)
     assert (kept[0] - grpo.pil_to_tensor(images)[0]).abs().max() > 0.02
 
@@ -148,7 +167,7 @@ def test_painter_works_where_its_weights_are():
         painter.ar.halves.move_to_gpu(painter.ar.halves.ar)  # so that each phase has to ask for its own
         images = painter.decode(QUOTED, samples[0], [1, 2])
         painter.ar.halves.move_to_gpu(painter.ar.halves.ar)
-        logprobs, _ = painter.compute_logprobs(QUOTED[:1], samples[0][:1], samples[2][:1])
+        logprobs, _ = painter.compute_logprobs(grpo.Rollout(QUOTED, images, *samples).part(slice(1)))
         results.append([*samples, grpo.pil_to_tensor(images), logprobs])
     assert phases == ["ar", "dit"] * 3
     assert all(torch.equal(shown, hidden) for shown, hidden in zip(*results))
@@ -156,25 +175,25 @@ def test_painter_works_where_its_weights_are():
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 def test_painter_and_trainer_agree_exactly(tmp_path, guidance):
     """The same steps, scored by another pass, schedule or level, would start off ratio 1."""
-    trainer = make_painting(tmp_path, lr=0.01, guidance=guidance)
-    rollout = make_rollout(trainer)
-    assert rollout["logprobs"].std() > 0 and rollout["logprobs"].abs().max() < 5  # a mean of pixels
-    metrics = trainer.train_step(rollout)
-    assert metrics["ratio_max"] == 1 and metrics["sampler_gap_max"] == 0 < metrics["grad_norm"]
+    trainer = make_painting(tmp_path / "run", lr=0.01, guidance=guidance)
+    rollout, advantages, _ = make_rollout(trainer)
+    assert rollout.logprobs.std() > 0 and rollout.logprobs.abs().max() < 5  # a mean of pixels
+    metrics = trainer.train_step(rollout, advantages)
+    assert metrics["ratio_mean"] == 1 and metrics["sampler_gap_max"] == 0 < metrics["grad_norm"]
     trainer.config.num_iterations = 2
-    metrics = trainer.train_step(make_rollout(trainer, step=2))
-    assert metrics["ratio_max"] > 1 + 1e-6 and metrics["sampler_gap_max"] == 0
+    metrics = train_step(trainer, step=2)
+    assert abs(metrics["ratio_mean"] - 1) > 1e-7 and metrics["sampler_gap_max"] == 0
 
 def test_gradient_of_the_painter(tmp_path):
     """It must not depend on the micro-batch; it reaches all of the DiT's adapter, nothing else."""
-    trainer = make_painting(tmp_path)
+    trainer = make_painting(tmp_path / "run")
     pipe = trainer.wrapper.pipe
-    rollout = make_rollout(trainer)
+    rollout, advantages, _ = make_rollout(trainer)
     weights = trainer.lora.weights
     gradients = []
     trainer.optimizer.step = lambda: gradients.append([w.grad.clone() for w in weights.values()])
     for trainer.config.micro_batch_size in (1, 2, 4):
-        trainer.train_step(rollout)
+        trainer.train_step(rollout, advantages)
     for one, *others in zip(*gradients):
         assert all((one - other).abs().max() < 1e-4 * one.abs().max() for other in others)
     names = [f"{name}.lora_{AB}" for name in ("to_q", "to_k", "to_v", "to_out.0") for AB in "AB"]
@@ -191,10 +210,10 @@ def test_adapters_of_both_halves_elsewhere(tmp_path, monkeypatch):
     ar = trainer.wrapper.ar
     page = (HERE / "paint.py").read_text()
     first, second = re.findall(r'"(runs/[^"]+)"', page)
-    grpo.LoRA(ar.policy, ar.TARGETS, rank=4).save(first)
+    grpo.LoRA(ar.policy, ar.lora_layers, rank=4).save(first)
     trainer.lora.save(second)
-    stock = QUICK(0)
-    stock.vision_language_encoder.generation_config.suppress_tokens = [*range(8, 18)]  # codes alone
+    stock = make_pipeline()
+    stock.vision_language_encoder.generation_config.suppress_tokens = [*range(8, 16)]  # codes alone
     monkeypatch.setattr(diffusers.GlmImagePipeline, "from_pretrained", lambda *_, **__: stock)
     code = page.replace('.to("cuda")', "").replace("512", "64")
     exec(code, {})
@@ -213,41 +232,38 @@ def test_painter_begins_with_the_adapter_of_the_other_half(tmp_path, monkeypatch
     """Were it not loaded, the painter would be trained on drawings of the base model."""
     wrapper = make_wrapper()
     plain = wrapper.sample(QUOTED, 3, [1, 2])
-    lora = grpo.LoRA(wrapper.policy, wrapper.TARGETS, rank=4)
+    lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank=4)
     perturb(lora)
     lora.save(tmp_path)
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
+    other = make_wrapper()
+    monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", lambda *_: other)
     monkeypatch.setattr(flow, "AR_ADAPTER", str(tmp_path))
-    painter = flow.Painter.from_pretrained("tiny", make_painter().config)
+    painter = flow.Painter.from_pretrained("small", make_painter().config)
     drawn = painter.ar.sample(QUOTED, 3, [1, 2])
     assert all(torch.equal(*pair) for pair in zip(drawn, wrapper.sample(QUOTED, 3, [1, 2])))
     assert not torch.equal(drawn[0], plain[0])
 
 @pytest.fixture
 def run_flow(monkeypatch, tmp_path):
-    """`python flow.py` and flags, in a folder of its own, on the toy of random weights."""
+    """`python flow.py` and flags, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", QUICK)
     Path("p.txt").write_text("a red fox\ngreen\n")
-    as_it_was = vars(grpo.GLMImageWrapper)["from_pretrained"]
-    parse_args = grpo.parse_args
 
     def run(flags):
         monkeypatch.setattr(sys, "argv", ["flow.py", *flags.split()])
-        monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", as_it_was)
-        monkeypatch.setattr(grpo, "parse_args", parse_args)
         runpy.run_path(str(HERE / "flow.py"), run_name="__main__")
 
     return run
 
-FLOW = "--model tiny --width 64 --height 64 --prompts p.txt --batch-size 2 --decode-steps 4 --kl-coef 0 "
+SMALL = f"--model {ROOT}/examples/tiny-glm-image --width 64 --height 64 --batch-size 2"
+FLOW = f"{SMALL} --prompts p.txt --decode-steps 4 --kl-coef 0 "
 
 @pytest.mark.parametrize("flags, message", [
-    ("--kl-coef 0.01", "--kl-coef must be 0"), ("--decode-steps 1", "--decode-steps must be at least 2"),
-    ("", "No such file or directory: 'no/adapter_config.json'")])
+    ("--kl-coef 0.01", "--kl_coef must be 0"), ("--decode-steps 1", "--decode_steps must be at least 2"),
+    ("", "AR_ADAPTER=no holds no adapters")])
 def test_settings_that_the_painter_refuses(run_flow, monkeypatch, capsys, flags, message):
     """A KL that does nothing, steps or adapters that are not there: one line, before a model is loaded, and no file."""
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", None)
+    monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", None)
     if not flags:
         monkeypatch.setenv("AR_ADAPTER", "no")
     with pytest.raises(SystemExit, match="2"):
@@ -270,32 +286,33 @@ def test_painter_resumed_is_undisturbed(run_flow):
 
 def test_painter_learns(tmp_path):
     """A sign that is wrong in the log-prob or the step would make the latents smaller."""
-    trainer = make_painting(tmp_path, decode_steps=2, group_size=8, lr=0.03, max_grad_norm=1.0)
+    trainer = make_painting(tmp_path / "run", decode_steps=2, group_size=8, lr=0.03, max_grad_norm=1.0)
     trainer.wrapper.decode = lambda prompts, latents, seeds: [*latents[:, -1].numpy()]
     trainer.rewards = {"mean": (lambda images, *_: [image.mean() for image in images], 1.0)}
-    before = trainer.rollout(9)[1]["reward"]
+    _, _, before = make_rollout(trainer, 9)
     for step in range(1, 9):
-        trainer.train_step(make_rollout(trainer, step))
-    assert trainer.rollout(9)[1]["reward"] > before + 0.05
+        train_step(trainer, step)
+    _, _, after = make_rollout(trainer, 9)
+    assert after > before + 0.05
 
 def test_commands_of_the_page(run_flow, tmp_path, monkeypatch):
-    """The commands for the toy, made small: the painter begins with the very adapter that the AR run leaves."""
+    """The commands for the small GLM-Image, made smaller: the painter begins with the very adapter that the AR run leaves."""
     Path(".github").symlink_to(HERE)
     block, = re.findall(r"```bash\ncp \.github/flow\.py \.\n(.*?)```", PAGE, re.DOTALL)
     block = block.replace("\\\n", " ")  # a command may go on in the next line
-    ar, painter = (line.partition(" --")[2] for line in block.splitlines())
+    ar, painter = (line.partition(".py ")[2] for line in block.splitlines())
     folder, = re.findall(r"^AR_ADAPTER=(\S+) python flow.py ", block, re.MULTILINE)
-    small = " --width 64 --height 64 --group-size 2 --batch-size 2"
-    grpo.main(f"--{ar} {small}".split())
+    small = f"{SMALL} --group-size 2"
+    grpo.main(f"{ar} {small}".split())
     assert {path.name for path in Path(folder).iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     monkeypatch.setenv("AR_ADAPTER", folder)
-    run_flow(f"--{painter} {small} --steps 1")
+    run_flow(f"{painter} {small} --steps 1")
     row, = map(json.loads, Path("runs/painter/metrics.jsonl").read_text().splitlines())
     assert 0 < row["reward/.github/even.py:even"] < 1 and row["sampler_gap_max"] == 0
 
 def test_flags_of_the_page():
     """Every flag of every command and sentence is one of grpo.py, and the real commands are understood."""
-    known = {"--" + name.replace("_", "-") for name in grpo.Config.__dataclass_fields__} | {"--resume"}
+    known = {"--" + name.replace("_", "-") for name in grpo.Config.__dataclass_fields__}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known
     lines = re.findall(r"(?:grpo|flow)\.py (--.*GLM-Image .*)", PAGE.replace("\\\n", " "))
     assert len(lines) == 2

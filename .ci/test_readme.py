@@ -12,9 +12,9 @@ import pytest, torch
 import numpy as np
 from PIL import Image
 
-import grpo, measure
-from test_grpo import ENV, PIPES, QUICK, SMALL, WRAPPER, command, finished, make_config, make_wrapper, rows_of
-from test_pages import FILES, load_module, price, table
+import grpo, links, measure
+from test_pages import (
+    ENV, FILES, MODEL, PIPES, SMALL, command, finished, load_module, make_trainer, price, quick, rows_of, table)
 
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
 pytestmark = pytest.mark.readme
@@ -22,7 +22,6 @@ PAGES = {path: path.read_text() for path in [HERE / "README.md", *sorted((HERE /
 README = PAGES[HERE / "README.md"]
 FIGURES = PAGES[HERE / ".github/figures.md"]
 FIELDS = {"--" + field.name.replace("_", "-"): field for field in dataclasses.fields(grpo.Config)}
-FLAGS = FIELDS.keys() | {"--resume"}
 
 def flat(page):
     """The page with all white space as single spaces."""
@@ -33,7 +32,7 @@ def test_the_readme_is_short():
     """It has grown past what anybody reads once before; a wide command is cut off at the right on GitHub."""
     lines = README.splitlines()
     words = len(README.split())
-    assert len(lines) <= 250 and words <= 2200, (len(lines), words)
+    assert len(lines) <= 240 and words <= 2120, (len(lines), words)
     assert "<details>" not in README and "awk" not in README
     for block in re.findall(r"^```(?:bash|python)\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
         assert max(map(len, block.splitlines())) <= 95, block
@@ -58,37 +57,47 @@ def test_links_hold(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_to_lines_hold(path):
-    """Links to lines of grpo.py go stale with the first line that is added above them; the answer says the right ones."""
+    """Links to lines of grpo.py go stale with the first line that is added above them: `python .ci/links.py` mends them."""
+    assert PAGES[path].count(".py#L") == len(links.LINK.findall(PAGES[path])), "a link names in backticks what is there"
+    assert links.update(PAGES[path]) == PAGES[path]
+
+def test_links_to_lines_are_found():
+    """A name that is there twice, or not at all, is an error, not a guess."""
+    page = links.update("[`train_step`](../grpo.py#L1) and [`Rollout.part`](grpo.py#L2)")
     lines = (HERE / "grpo.py").read_text().splitlines()
-    links = re.findall(r"\[`([\w.]+)`\]\((?:\.\./)?grpo\.py#L(\d+)\)", PAGES[path])
-    assert len(links) == PAGES[path].count("grpo.py#L"), "a link to a line names in backticks what is there"
-    stale = []
-    for name, number in links:
-        last = name.split(".")[-1]
-        starts = [i for i, line in enumerate(lines, 1) if re.match(rf"\s*(def|class) {last}\b", line)]
-        if starts != [int(number)]:
-            stale.append(f"{name}: L{number} -> {starts}")
-    assert not stale
+    first, second = map(int, re.findall(r"#L(\d+)", page))
+    assert "def train_step(" in lines[first - 1] and "def part(" in lines[second - 1]
+    for name in ("__init__", "gone"):
+        with pytest.raises(KeyError, match=name):
+            links.update(f"[`{name}`](grpo.py#L1)")
 
 def test_all_flags_are_told_with_their_defaults():
     """A default that was changed in grpo.py alone would mislead; so would a flag that is gone."""
-    tables = [*table(README, "| flag | toy"), *table(FIGURES, "| flag | toy")]
+    tables = [*table(README, "| flag | default"), *table(FIGURES, "| flag | default")]
     told = {row[0].strip("`"): row[1].replace("`", "") for row in tables}
-    assert sorted(row[0].strip("`") for row in tables) == sorted(FLAGS)  # each once
+    assert sorted(row[0].strip("`") for row in tables) == sorted(FIELDS)  # each once
     others = set("--help --index-url --nproc-per-node --nnodes --rdzv-endpoint".split())
     for page in (README, FIGURES):
         named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", page))
-        assert named <= FLAGS | others, named - FLAGS - others
-    for flag in FIELDS.keys() - {"--model", "--adapter", "--out", "--prompts"}:  # these are told in words
-        field = FIELDS[flag]
-        values = (told[flag].split(" / ") * 2)[:2]
-        for value, default in zip(values, (grpo.TINY.get(field.name, field.default), field.default)):
-            if default is None:
-                assert told[flag].startswith("the model's own"), flag
-            elif isinstance(default, str):
-                assert value == default, flag
-            else:
-                assert type(default)(value) == default, flag
+        assert named <= FIELDS.keys() | others, named - FIELDS.keys() - others
+    in_words = {"--model", "--adapter", "--out", "--prompts", "--resume", "--temperature", "--top-p"}
+    for flag in FIELDS.keys() - in_words:
+        default = FIELDS[flag].default
+        assert type(default)(told[flag]) == default, flag
+    assert FIELDS["--temperature"].default is FIELDS["--top-p"].default is None
+    assert told["--temperature"].startswith("the model's own") and told["--top-p"].startswith("the model's own")
+    assert {flag: told[flag] for flag in ("--adapter", "--resume")} == {"--adapter": "", "--resume": ""}
+
+def test_the_settings_of_the_small_model():
+    """What the README says of its grpo.json; and the weights are as many as it says."""
+    sentence = re.search(r"that of the small one sets (.*?)\. \[", flat(README))[1]
+    told = {name.replace("-", "_"): float(value) for name, value in re.findall(r"--([a-z-]+) (\S+?)`", sentence)}
+    assert told == json.loads((HERE / "examples/tiny-glm-image/grpo.json").read_text())
+    wrapper = grpo.GLMImageWrapper.from_pretrained(
+        HERE / "examples/tiny-glm-image", grpo.Config(offload="off"))
+    weights = sum(p.numel() for part in wrapper.pipe.components.values() if isinstance(part, torch.nn.Module)
+                  for p in part.parameters())
+    assert f"{weights / 1e6:.1f} million weights in place of 16 billion" in flat(README)
 
 # --- Commands and blocks of code -----------------------------------------------------------------------------
 def commands():
@@ -97,17 +106,34 @@ def commands():
     return sorted({line.strip() for line in found})
 
 def test_commands_run(tmp_path, command):
-    """Every flag of every command of grpo.py is understood, and the toy does a step with it."""
-    Path(".github").symlink_to(HERE / ".github")
+    """Every flag of every command of grpo.py is understood, and a small model does a step with it."""
+    for name in (".github", "examples", "prompts.txt"):
+        Path(name).symlink_to(HERE / name)
     lines = commands()
     assert len(lines) >= 8
     lines.sort(key=lambda line: "RUN" in line)  # what is resumed comes last
-    small = "--model tiny --width 64 --height 64 --batch-size 2 --group-size 2 --steps 1"
     for i, line in enumerate(lines):
-        ends = "--steps 2" if "RUN" in line else f"{small} --out run{i}"
-        typed = line.replace("RUN", "run0").replace("$seed", "1")
+        typed = re.sub(r"--(model|out|batch-size) \S+", "", line).replace("RUN", "run0").replace("$seed", "1")
+        ends = "--steps 2" if "--resume" in line else " ".join([*SMALL, "--steps", "1", "--out", f"run{i}"])
+        if "--adapter" in line:
+            typed = typed.replace("adapter_00010", "adapter_00001")
         code, _, error = command(*typed.split(), *ends.split())
         assert code == 0, (line, error)
+
+def test_resume_and_adapter_of_the_readme(tmp_path, command):
+    """What the two flags are said to keep, to refuse and to begin with."""
+    words = flat(README)
+    assert "Model, prompts, batch size, rank and seed stay" in words and "`--out` must be a new folder" in words
+    assert command(*SMALL, "--steps", "1", "--out", "RUN")[0] == 0
+    for flag in ("--batch-size 4", "--lora-rank 8", "--seed 5", "--out RUN2"):
+        code, _, error = command(*"--resume RUN --steps 2".split(), *flag.split())
+        assert code == 2 and error.count("\n") == 1, flag
+    code, _, error = command(*SMALL, "--out", "RUN")
+    assert code == 2 and "new folder" in error
+    assert command(*"--resume RUN --steps 2 --lr 1e-5".split())[0] == 0
+    assert [row["step"] for row in rows_of("RUN")] == [1, 2]
+    assert command(*SMALL, *"--steps 1 --adapter RUN/adapter_00002 --out NEW".split())[0] == 0
+    assert rows_of("NEW")[0]["kl"] > 0  # it counts from the untrained model
 
 def test_own_reward_of_the_readme(tmp_path, command):
     """What a user copies first must run, count as much as its weight says, and tell two pictures apart."""
@@ -130,27 +156,23 @@ def test_use_of_the_readme(tmp_path, monkeypatch):
     """The adapter, once back in the stock pipeline, must give the policy that was trained, not the base."""
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
-    trained = make_wrapper()
-    prompts = ["a red fox", "green"]
-    tokens, _, _ = trained.sample(prompts, 1, [0, 1])
-    base, _ = trained.compute_logprobs(prompts, tokens, None)
-    trained.policy.generation_config.suppress_tokens = list(range(8, 18))  # as if trained to draw codes alone
-    trained.pipe.save_pretrained("toy")
-    lora = grpo.LoRA(trained.policy, trained.TARGETS, 4)
+    trainer = make_trainer(lora_rank=4, out="run")
+    wrapper = trainer.wrapper
+    rollout = wrapper.generate_with_tracking(["a red fox", "green"], 1, [0, 1])
+    base, _ = wrapper.compute_logprobs(rollout)
     torch.manual_seed(5)
-    for weight in lora.weights.values():
+    for weight in trainer.lora.weights.values():
         weight.data.add_(0.1 * torch.randn_like(weight))
-    expected, _ = trained.compute_logprobs(prompts, tokens, None)
+    expected, _ = wrapper.compute_logprobs(rollout)
     assert (base - expected).abs().max() > 0.01
-    lora.save(Path("adapter_00300"))
-    code = re.sub(r"runs/[\w-]+/adapter", "adapter", FILES["use.py"])
-    for old, new in {"zai-org/GLM-Image": "toy", "bfloat16": "float32", "512": "64", '.to("cuda")': '.to("cpu")'}.items():
+    trainer.lora.save(Path("adapter_00100"))
+    code = re.sub(r"runs/[\w-]+/adapter_\d+", "adapter_00100", FILES["use.py"])
+    for old, new in {"zai-org/GLM-Image": MODEL, "bfloat16": "float32", "512": "64", '.to("cuda")': '.to("cpu")'}.items():
         assert old in code
         code = code.replace(old, new)
-    loaded = WRAPPER(load_module(code, "use").pipe, make_config())
-    loaded.pipe.processor._get_target_shape = trained.pipe.processor._get_target_shape  # is not saved
-    got, _ = loaded.compute_logprobs(prompts, tokens, None)
-    assert (got - expected).abs().max() < 1e-5
+    loaded = grpo.GLMImageWrapper(load_module(code, "use").pipe, trainer.config)
+    got, _ = loaded.compute_logprobs(rollout)
+    assert (got - expected).abs().max() < 1e-4
     assert Image.open("bread.png").size == (64, 64)
 
 def test_ends_and_the_curve(finished, tmp_path, monkeypatch, capsys):
@@ -182,11 +204,6 @@ def test_ends_of_a_run_with_another_reward(tmp_path, monkeypatch, capsys):
         "reward/old: first five steps 15.000, last five 15.000",
         "reward/new: first five steps 50.000, last five 60.000"]
 
-def test_the_diff_of_the_readme():
-    """It is that of the page of changes, where a test applies it."""
-    diff, = re.findall(r"^```diff\n.*?^```", README, re.DOTALL | re.MULTILINE)
-    assert diff in PAGES[HERE / ".github/changes.md"]
-
 def test_prices_of_the_readme():
     """The lines that a change costs are those of its diffs on the page of changes."""
     changes = PAGES[HERE / ".github/changes.md"]
@@ -208,9 +225,9 @@ def test_the_arithmetic_of_speed():
     *parts, step, hours = table(FIGURES, "| seconds | at 512 |")
     for column in (1, 2):
         assert sum(int(row[column]) for row in parts) == int(step[column])
-        assert round(300 * int(step[column]) / 3600) == int(hours[column])
+        assert round(100 * int(step[column]) / 3600) == int(hours[column])
     assert f"an H100 {step[1]} seconds at 512 x 512 and {step[2]} at 1024 x 1024" in flat(README)
-    assert f"300 steps take {hours[1]} and {hours[2]} hours" in flat(README)
+    assert f"100 steps take {hours[1]} and {hours[2]} hours" in flat(README)
 
 def once(function):
     """The function, which is run the first time only: here it need not be measured, only work."""
@@ -226,16 +243,19 @@ def once(function):
 def test_the_other_measurements_run(monkeypatch, capsys):
     """bench, ablate and depth, on small models: they run, and have the rows that the page shows."""
     monkeypatch.setattr(measure, "make_real", None)
-    monkeypatch.setattr(grpo, "make_tiny_pipeline", lambda seed: QUICK(seed))
-    monkeypatch.setattr(grpo, "TINY", grpo.TINY | dict(width=64, height=64, steps=5))
+    parse = grpo.parse_args
+    monkeypatch.setattr(grpo, "parse_args", lambda argv: dataclasses.replace(
+        parse(argv), width=64, height=64, steps=5 if "--model" in argv else 1))
     monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.ERROR)
     monkeypatch.setattr(measure, "stock_seconds", once(measure.stock_seconds))
     line, = re.findall(r"^python \.ci/measure\.py bench (--model random.*)", FIGURES, re.MULTILINE)
     with pytest.raises(SystemExit, match="2"):
         measure.bench(line.split())  # whose weights would fill the host
     assert "it needs a GPU" in capsys.readouterr().err
-    line = line.replace("random", "tiny").replace("512", "64")
-    measure.bench([*line.split(), *"--guidance 1 --decode-steps 1".split()])
+    line = line.replace("random", MODEL)
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "range", lambda n: range(min(n, 2)), raising=False)  # two repeats
+        measure.bench([*line.split(), *"--guidance 1 --decode-steps 1".split()])
     names = list(measure.ABLATIONS)
     assert names == [row[0] for row in table(FIGURES, "| | seed 0 |")]
     for name in names[3:]:
@@ -262,7 +282,7 @@ def started(request, tmp_path_factory):
         return
     line, = re.findall(r"^python (grpo\.py .*)", README.split("```bash")[1], re.MULTILINE)
     folder = tmp_path_factory.mktemp("first")
-    argv = [sys.executable, *line.replace("grpo.py", f"{HERE}/grpo.py").split(), "--model", "tiny", "--out", "out"]
+    argv = [sys.executable, *line.replace("grpo.py", f"{HERE}/grpo.py").split(), "--out", "out"]
     with subprocess.Popen(argv, cwd=folder, env=ENV, **PIPES) as process:
         yield process, folder / "out"
         process.kill()
@@ -271,12 +291,12 @@ def started(request, tmp_path_factory):
 def run(started):
     process, out = started
     printed, error = process.communicate(timeout=300)
-    assert process.returncode == 0 and not error, error
+    assert process.returncode == 0 and "arning" not in error, error
     return out, printed
 
-# Tolerances: step 1 of another processor differs by the tokens that rounding changes, a few of 640, and by the toy's fit.
-# By step 40 the runs are as far apart as two seeds are, whose rewards differ by 0.02 (the std over five seeds).
-TOLERANCES = {"reward": (0.02, 0.06), "reward_std": (0.03, 0.03), "kl": (1e-9, 0.7), "entropy": (0.3, 0.4)}
+# Tolerances: step 1 of another processor differs by the tokens that rounding changes, a few of 512. In step 20 the runs are
+# as far apart as two seeds are; a single rare token can make the kl of a step jump to 1.
+TOLERANCES = {"reward": (0.03, 0.1), "reward_std": (0.03, 0.04), "kl": (1e-9, 1.5), "entropy": (0.02, 0.04)}
 
 def test_the_columns_of_the_log(run):
     """The table has the very columns that a run prints, in order, with two digits that a second machine meets."""
@@ -285,13 +305,13 @@ def test_the_columns_of_the_log(run):
     rows = table(README, "| column | step 1 |")
     assert ["step", *(row[0].strip("`") for row in rows)] == lines[0][::2]
     for column, line in ((1, lines[0]), (2, lines[-1])):
-        assert rows_of(out)[int(line[1]) - 1]["step"] == (1, 40)[column - 1]
+        assert rows_of(out)[int(line[1]) - 1]["step"] == (1, 20)[column - 1]
         for row, number in zip(rows, map(float, line[3::2])):
             name = row[0].strip("`")
             if name in TOLERANCES:
                 assert float(row[column]) == pytest.approx(number, abs=TOLERANCES[name][column - 1]), name
             elif name == "sampler_gap_max":
-                assert number < 1e-4 * (1 + rows_of(out)[int(line[1]) - 1]["grad_norm"])  # the bound of figures.md
+                assert number < 1e-3  # the bound of figures.md
             digits = row[column].split("e")[0].replace(".", "").lstrip("0")
             assert row[column] == "about 0" or len(digits) <= 2, row
 
@@ -301,12 +321,12 @@ def test_all_metrics_are_told(run):
     told = {row[0].strip("`").replace("<name>", "color") for row in table(FIGURES, "| metric |")}
     assert told == rows_of(out)[0].keys() | {"seconds"}  # which rows_of leaves out
 
-def test_five_seeds(run):
+def test_nine_seeds(run):
     """Means and spreads add up, on both pages, and seed 0 does here what it did there."""
     out, _ = run
     seeds = table(FIGURES, "| seed | 0 |")
     choices = table(FIGURES, "| | seed 0 |")
-    assert choices[0][1:4] == seeds[1][1:4]
+    assert len(seeds[0]) == 1 + 9 + 2 and choices[0][1:4] == seeds[1][1:4]
     for row in [*seeds, *choices]:
         *values, mean, std = map(float, row[1:])
         assert [mean, std] == pytest.approx([np.mean(values), np.std(values, ddof=1)], abs=0.0012)
@@ -314,7 +334,7 @@ def test_five_seeds(run):
     assert f"first five steps is {first}, of its last five {last}" in flat(README)
     rewards = [row["reward"] for row in rows_of(out)]
     measured = np.mean(rewards[:5]), np.mean(rewards[-5:])
-    assert measured == pytest.approx([float(row[1]) for row in seeds], abs=0.03)
+    assert measured == pytest.approx([float(row[1]) for row in seeds], abs=0.06)
 
 # --- Memory --------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="session", autouse=True)
@@ -345,7 +365,7 @@ def test_the_table_of_memory(counted):
     for number in ("16.6", "14.1", "32.9"):
         assert number in head and number in FIGURES
     quoted = table(README, "| counted, in GiB |")
-    for column, line in ((1, rows[1]), (2, rows[3])):
+    for column, line in ((1, rows[2]), (2, rows[4])):
         pairs = [cell.split(" / ") for cell in line[3:]]
         least, most = (max(float(pair[k]) for pair in pairs) for k in (0, 1))
         assert [float(quoted[0][column]), float(quoted[1][column])] == [least, most]

@@ -5,7 +5,9 @@ in some of them, and a drift that makes up for it, latents of the same distribut
 each such step has a log-prob, that of a Gaussian.
 
     cp .github/flow.py .
-    AR_ADAPTER=runs/ar/adapter_00040 python flow.py --model tiny --decode-steps 4 --kl-coef 0
+    AR_ADAPTER=runs/ar/adapter_00020 python flow.py --decode-steps 4 --kl-coef 0
+
+The model is that of grpo.py, or any other folder of a pipeline: `--model examples/tiny-glm-image`.
 
 Axes: N = P * G samples, B of them in a micro-batch; W steps with noise; latents [C, h, w].
 """
@@ -35,29 +37,26 @@ def score(latents, mean, std):
     """Log-prob of a step [B], a mean over pixels: with their sum any ratio is 0 or infinite."""
     return torch.distributions.Normal(mean, std).log_prob(latents).mean(dim=(1, 2, 3))
 
-parse_args = grpo.parse_args  # before the last lines put others in the place of these two
-load_ar = grpo.GLMImageWrapper.from_pretrained
-
-def parse_and_check(argv=None):
-    """`main` prints these refusals in one line, before a model is loaded."""
-    config = parse_args(argv)
+def check(config):
+    """What can be known to fail before a model is loaded. `main` prints a BadInput in one line."""
     if config.decode_steps < WINDOW:
-        raise ValueError(f"--decode-steps must be at least {WINDOW}, the steps with noise")
+        raise grpo.BadInput(f"--decode_steps must be at least {WINDOW}, the steps with noise")
     if config.kl_coef > 0:
-        raise ValueError("--kl-coef must be 0: k3 of a mean over pixels is next to nothing")
+        raise grpo.BadInput("--kl_coef must be 0: k3 of a mean over pixels is next to nothing")
     if AR_ADAPTER:
-        read_rank(AR_ADAPTER)  # is there such an adapter?
-    return config
+        grpo.check_adapter(AR_ADAPTER, read_rank(AR_ADAPTER))
 
 def read_rank(folder):
-    return json.loads(Path(folder, "adapter_config.json").read_text())["r"]
+    try:
+        return json.loads(Path(folder, "adapter_config.json").read_text())["r"]
+    except (OSError, ValueError, KeyError) as error:
+        raise grpo.BadInput(f"AR_ADAPTER={folder} holds no adapters: {error!r}")
 
-class Painter:
-    """What the trainer needs of a model (see GLMImageWrapper), with the DiT as policy. Its `tokens`
-    are latents [N, W + 2, C, h, w]: before the first noise, after each step with noise, finished.
-    In place of nuclei it gives what they come from, `given` [N, 1 + K]: the number of the first
-    step with noise, then the codes."""
-    TARGETS = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
+class Painter(grpo.Policy):
+    """The DiT as a Policy. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noise,
+    after each step with noise, finished. In place of nuclei it gives what they come from, `given`
+    [N, 1 + K]: the number of the first step with noise, then the codes."""
+    lora_layers = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
 
     def __init__(self, ar):
         self.ar = ar  # the wrapper of grpo.py: it draws, and is frozen
@@ -71,9 +70,10 @@ class Painter:
 
     @classmethod
     def from_pretrained(cls, path, config):
-        ar = load_ar(path, config)
+        check(config)
+        ar = grpo.GLMImageWrapper.from_pretrained(path, config)
         if AR_ADAPTER:
-            grpo.LoRA(ar.policy, ar.TARGETS, read_rank(AR_ADAPTER)).load(AR_ADAPTER)
+            grpo.LoRA(ar.policy, ar.lora_layers, read_rank(AR_ADAPTER)).load(AR_ADAPTER)
         return cls(ar)
 
     def set_schedule(self):
@@ -128,7 +128,7 @@ class Painter:
 
     def sample_group(self, prompt, codes, seed):
         """All chance comes from the seed: the first noise, where the window begins, its noise."""
-        rng = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(~seed)  # as in grpo.py, tokens have other numbers
         shape = self.policy.config.in_channels, self.config.height // 8, self.config.width // 8
         first = torch.randn(1, *shape, generator=rng)  # as the pipeline draws it
         latest = max(self.config.decode_steps // 2 - WINDOW, 0)  # early steps decide the most
@@ -139,13 +139,13 @@ class Painter:
         size = self.config.micro_batch_size
         for part, own in zip(given.split(size), noise.split(size)):
             path, logprobs = self.paint(prompt, first.repeat(len(part), 1, 1, 1), own, part)
-            yield path, logprobs, part
+            yield path.cpu(), logprobs.cpu(), part
 
     def paint(self, prompt, latents, noise, given):
         """From the first noise to finished latents -> those to keep, logprobs [B, W]."""
         text = self.pipe.encode_prompt(prompt, self.config.guidance > 1)
         start = given[0, 0].item()
-        codes = given[:, 1:]
+        codes = given[:, 1:].to(DEVICE)
         latents = latents.to(DEVICE)
         window = range(start, start + WINDOW)
         path = [latents]
@@ -161,16 +161,17 @@ class Painter:
         kept = [path[i] for i in (*window, window.stop, -1)]
         return torch.stack(kept, dim=1), torch.stack(logprobs, dim=1)
 
-    def compute_logprobs(self, prompts, tokens, given):
+    def compute_logprobs(self, rollout):
         """The steps with noise once more -> log-probs with a gradient, entropy [B, W]."""
         self.ar.halves.move_to_gpu(self.ar.halves.dit)
-        text = self.pipe.encode_prompt(prompts[0], self.config.guidance > 1)
-        start = given[0, 0].item()
-        codes = given[:, 1:]
+        text = self.pipe.encode_prompt(rollout.prompts[0], self.config.guidance > 1)
+        start = rollout.nuclei[0, 0].item()
+        codes = rollout.nuclei[:, 1:].to(DEVICE)
+        latents = rollout.tokens.to(DEVICE)
         logprobs = []
         for k in range(WINDOW):
-            mean, std = self.predict(tokens[:, k], start + k, text, codes, NOISE_LEVEL)
-            logprobs.append(score(tokens[:, k + 1], mean, std))
+            mean, std = self.predict(latents[:, k], start + k, text, codes, NOISE_LEVEL)
+            logprobs.append(score(latents[:, k + 1], mean, std))
         logprobs = torch.stack(logprobs, dim=1)
         return logprobs, -logprobs.detach()  # the std is given: an entropy that is not learned
 
@@ -180,7 +181,7 @@ class Painter:
         self.ar.halves.move_to_gpu(self.ar.halves.dit)
         vae = self.pipe.vae
         images = []
-        for latents in tokens[:, -1:]:
+        for latents in tokens[:, -1:].to(DEVICE):
             mean = torch.tensor(vae.config.latents_mean).to(latents)[:, None, None]
             std = torch.tensor(vae.config.latents_std).to(latents)[:, None, None]
             image = vae.decode((latents * std + mean).to(vae.dtype)).sample
@@ -194,9 +195,8 @@ class Painter:
             return self.ar.generate_with_tracking(prompts, 1, seeds)
         path, logprobs, given = self.sample(prompts, group_size, seeds)
         images = self.decode(prompts, path, seeds)
-        return dict(images=images, tokens=path, logprobs=logprobs, nuclei=given)
+        repeated = np.repeat(prompts, group_size).tolist()
+        return grpo.Rollout(repeated, images, path, logprobs, nuclei=given)
 
 if __name__ == "__main__":
-    grpo.parse_args = parse_and_check
-    grpo.GLMImageWrapper.from_pretrained = Painter.from_pretrained
-    grpo.main()
+    grpo.main(load_model=Painter.from_pretrained)

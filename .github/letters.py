@@ -1,17 +1,19 @@
-"""GRPO teaches a toy to spell: the reward is what a real OCR network reads in its pictures.
-Models, wrapper and trainer are those of grpo.py. A code is a letter here, of 32 x 32 pixels, and a
-picture of 160 x 32 a word. Before GRPO begins, the painter is fitted to paint all letters, and the
-policy has begun to copy those of its prompt: it gets most of them wrong.
+"""GRPO teaches a small GLM-Image to spell: the reward is what a real OCR network reads in its
+pictures. Wrapper and trainer are those of grpo.py, the models those of examples/make_tiny.py, for
+other codes: a code is a letter here, of 32 x 32 pixels, and a picture of 160 x 32 a word. Before
+GRPO begins, the painter is fitted to paint all letters, and the policy to copy the letters of its
+prompt: it gets about half of them right.
 
     pip install rapidocr onnxruntime
     cp .github/letters.py .github/evaluate.py .
     python letters.py --out runs/letters
 
-The flags are those of grpo.py; --model and --prompts have no meaning here."""
+The flags are those of grpo.py; --model, --prompts and --reward have no meaning here."""
 import difflib, string, sys, unicodedata
-import diffusers, rapidocr, torch
+import rapidocr, torch, transformers
 from PIL import Image, ImageDraw, ImageFont
 import grpo
+from examples import make_tiny
 
 ALPHABET = string.ascii_lowercase + "_"  # the codes; the last is a blank, after a shorter word
 SIZE = 5  # letters in a picture
@@ -34,51 +36,28 @@ def draw_letter(letter):
     return image
 
 def make_models():
-    """The models of grpo.py with a code for each letter; of a prompt the policy reads C A T _ _."""
-    pipe = grpo.make_tiny_models(ALPHABET)
+    """A pipeline with a code for each letter; of a prompt its policy reads C A T _ _."""
+    pipe = make_tiny.make_models(ALPHABET)
     word = """messages[0].content[0].text.split('"')[1]"""
     pipe.processor.chat_template = "{{ %s.ljust(%d, '_') | join(' ') }}" % (word, SIZE)
     # The painter gets no glyphs: all that it is told about the word are the tokens.
     pipe.get_glyph_texts = lambda prompt: [[]]
-    # A model as narrow as this tells columns apart only if all its rotary angles count columns.
-    pipe.vision_language_encoder.model.language_model.rotary_emb.mrope_section = [0, 0, 32]
     return pipe
 
-def fit_policy(wrapper, enough=0.35, B=16):
-    """To copy words of random letters, until right letters have this chance on average."""
-    optimizer = torch.optim.Adam(wrapper.halves.ar.requires_grad_().parameters(), 3e-3)
-    chance = 0.0
-    while chance < enough:
-        codes = torch.randint(len(ALPHABET), (B, SIZE))
-        tokens = torch.cat([torch.randint(len(ALPHABET), (B, 4)), codes], 1)  # any draft will do
-        prompts = ['"' + "".join(ALPHABET[i] for i in row) + '"' for row in codes]
-        logprobs, _ = wrapper.compute_logprobs(prompts, tokens, None)
-        chance = logprobs[:, 4:].exp().mean().item()
-        optimizer.zero_grad()
-        (-logprobs.mean()).backward()
-        optimizer.step()
+def draw_words(B=16):
+    """Words of random letters -> prompts, and the codes that copy them [B, SIZE]."""
+    codes = torch.randint(len(ALPHABET), (B, SIZE))
+    prompts = ['"' + "".join(ALPHABET[code] for code in row) + '"' for row in codes]
+    return prompts, codes
 
-def fit_painter(wrapper, steps=400, B=8):
-    """To paint any codes as their letters, from noise in one step of denoising."""
-    pipe = wrapper.pipe
-    paint = diffusers.GlmImagePipeline.__call__.__wrapped__  # the pipeline without its no_grad
-    letters = 2 * grpo.pil_to_tensor(list(map(draw_letter, string.ascii_uppercase + " "))) - 1
-    glyphs, _ = pipe.encode_prompt("", False)  # of no letter, as in every other call
-    optimizer = torch.optim.Adam(wrapper.halves.dit.requires_grad_().parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-2, total_steps=steps)
-    for _ in grpo.progress(range(steps), "fit"):
-        codes = torch.randint(len(ALPHABET), (B, 1, SIZE))
-        pictures = torch.cat(letters[codes[:, 0]].unbind(1), 3)  # [B, 3, 32, 160]
-        squares = torch.kron(codes, codes.new_ones(1, 2, 2)).flatten(1)  # each code as 2 x 2
-        latents = paint(
-            pipe, prompt_embeds=glyphs.repeat(B, 1, 1), prior_token_ids=squares.to(grpo.DEVICE),
-            height=32, width=32 * SIZE, num_inference_steps=1, guidance_scale=1.0,
-            output_type="latent").images
-        error = pipe.vae.decode(latents).sample - pictures.to(grpo.DEVICE)
-        optimizer.zero_grad()
-        error.square().mean().backward()
-        optimizer.step()
-        schedule.step()
+def load_model(path, config):
+    """Fits the models, and freezes them -> a wrapper. All of it follows from the seed."""
+    transformers.set_seed(config.seed)
+    wrapper = grpo.GLMImageWrapper(make_models(), config)
+    letters = grpo.pil_to_tensor([draw_letter(letter) for letter in ALPHABET.upper()[:-1] + " "])
+    make_tiny.fit_painter(wrapper, letters, steps=400)
+    make_tiny.fit_policy(wrapper, draw_words, chance=0.45, steps=400)
+    return grpo.GLMImageWrapper(wrapper.pipe, config)
 
 def read(image):
     """What RapidOCR's recognizer sees; its detector, which is slow, has nothing to find here."""
@@ -95,16 +74,18 @@ def ocr(images, prompts, targets=None):
 
 if __name__ == "__main__":
     from evaluate import evaluate, print_table  # not above: contact.py and honesty.py do without
-    grpo.TINY |= dict(reward="ocr", steps=120, group_size=8, width=32 * SIZE, height=32)
-    config = grpo.parse_args(["--model", "tiny", *sys.argv[1:]])
+    prompts = make_prompts(WORDS)
+    rewards = {"ocr": (ocr, 1.0)}
+    try:
+        config = grpo.parse_args(**make_tiny.SETTINGS | dict(
+            model="letters", steps=60, group_size=8, width=32 * SIZE, height=32))
+        grpo.check_before_loading(config, prompts, None, rewards)
+    except grpo.BadInput as error:
+        sys.exit(f"letters.py: error: {error}")
     torch.set_num_threads(1)  # more are slower
-    torch.manual_seed(config.seed)
-    wrapper = grpo.GLMImageWrapper(make_models(), config)
-    fit_policy(wrapper)
-    fit_painter(wrapper)
-    wrapper = grpo.GLMImageWrapper(wrapper.pipe, config)  # which freezes all weights again
-    trainer = grpo.GRPOTrainer(config, wrapper, make_prompts(WORDS), {"ocr": (ocr, 1.0)})
-    print(f"files: {config.out}", flush=True)
+    wrapper = load_model(config.model, config)
+    trainer = grpo.GRPOTrainer(config, wrapper, prompts, rewards)
+    print(f"files: {trainer.out}", flush=True)
     trainer.train()
     adapters = [trainer.out / f"adapter_{step:05d}" for step in (0, config.steps)]
     words = make_prompts(KEPT_OUT)  # which were in no prompt of the training
