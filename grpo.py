@@ -297,10 +297,11 @@ class LoRA:
 
     def copy_weights(self, saved):
         """Copies {name: weight} into the weights, if they are of the same layers."""
-        if saved.keys() != self.weights.keys():
+        shapes = {name: weight.shape for name, weight in self.weights.items()}
+        if {name: weight.shape for name, weight in saved.items()} != shapes:
             raise BadInput("--adapter: these adapters are of other layers than the model's")
         for name, weight in self.weights.items():
-            weight.data.copy_(saved[name].view_as(weight))  # copy_ alone would broadcast
+            weight.data.copy_(saved[name])
 
 def check_adapter(folder, rank):
     """Adapters of another rank do not fit, and those with another alpha would be scaled wrongly."""

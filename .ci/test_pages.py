@@ -40,6 +40,9 @@ PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
+    shrink(monkeypatch)
+
+def shrink(monkeypatch):
     """This model is the default, and its draft has 4 x 4 codes in place of 16 x 16: that saves most of the time."""
     monkeypatch.setattr(grpo.Config.__dataclass_fields__["model"], "default", MODEL)
     monkeypatch.setattr(transformers.GlmImageProcessor, "_get_target_shape", staticmethod(
@@ -62,7 +65,9 @@ def rows_of(out):
 def finished(tmp_path_factory):
     """The folder of a run of five steps with the first command's settings."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    grpo.main(f"--model {MODEL} --steps 5 --save-every 2 --batch-size 2 --out {out}".split())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        shrink(monkeypatch)
+        grpo.main(f"--model {MODEL} --steps 5 --save-every 2 --batch-size 2 --out {out}".split())
     return out
 
 @pytest.fixture
