@@ -250,8 +250,8 @@ def test_a_bug_in_the_loading_of_a_model_keeps_its_traceback(command, model, mon
     """Which is no answer to what was typed; and a wrapper of one's own may raise what it likes."""
     with pytest.raises(OSError):
         command(*model, load_model=mock.Mock(side_effect=OSError))
-    monkeypatch.setattr(diffusers.GlmImagePipeline, "from_pretrained", mock.Mock(side_effect=ValueError))
-    with pytest.raises(ValueError):
+    monkeypatch.setattr(diffusers.GlmImagePipeline, "from_pretrained", mock.Mock(side_effect=TypeError))
+    with pytest.raises(TypeError):
         command(*model)
 
 def test_a_file_of_rewards_is_loaded_once_and_mse_has_its_targets(command, model):

@@ -11,6 +11,7 @@ prompt: it gets about half of them right.
 The flags are those of grpo.py; --model, --prompts and --reward have no meaning here."""
 import difflib, string, sys, unicodedata
 import rapidocr, torch, transformers
+import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 import grpo
 from examples import make_tiny
@@ -55,7 +56,7 @@ def load_model(path, config):
     transformers.set_seed(config.seed)
     wrapper = grpo.GLMImageWrapper(make_models(), config)
     letters = grpo.pil_to_tensor([draw_letter(letter) for letter in ALPHABET.upper()[:-1] + " "])
-    make_tiny.fit_painter(wrapper, letters, steps=400)
+    make_tiny.fit_painter(wrapper, letters, steps=700, compare=F.mse_loss)
     make_tiny.fit_policy(wrapper, draw_words, chance=0.45, steps=400)
     return grpo.GLMImageWrapper(wrapper.pipe, config)
 

@@ -104,7 +104,7 @@ def minimize(compute_loss, modules, steps, lr):
         if step % 100 == 0:
             print(f"step {step} of {steps}: loss {loss.item():.4f}", flush=True)
 
-def fit_painter(wrapper, squares, steps, lr=1e-2, B=8):
+def fit_painter(wrapper, squares, steps, lr=1e-2, B=8, compare=F.l1_loss):
     """Fits DiT and VAE to paint code k as squares[k], one of [V, 3, 32, 32] in 0..1."""
     dit, vae = wrapper.pipe.transformer, wrapper.pipe.vae
     V = len(squares)
@@ -129,7 +129,7 @@ def fit_painter(wrapper, squares, steps, lr=1e-2, B=8):
             timestep=torch.full((B,), 999), target_size=size, crop_coords=torch.zeros_like(size))
         inputs = {name: tensor.to(grpo.DEVICE) for name, tensor in inputs.items()}
         latents = inputs["hidden_states"] - dit(**inputs).sample
-        return F.l1_loss(vae.decode(latents).sample, 2 * pictures.to(grpo.DEVICE) - 1)
+        return compare(vae.decode(latents).sample, 2 * pictures.to(grpo.DEVICE) - 1)
 
     minimize(compute_loss, [dit, vae], steps, lr)
 
