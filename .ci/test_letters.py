@@ -14,18 +14,19 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / ".github/letters.md").read_text()
 sys.path[:0] = [str(ROOT / ".github"), str(ROOT)]
 import grpo, letters
+from examples import make_tiny
 torch.set_num_threads(1)
 
 def make_wrapper():
     """The models of the page with random weights."""
     torch.manual_seed(0)
-    settings = grpo.TINY | dict(width=32 * letters.SIZE, height=32)
+    settings = make_tiny.SETTINGS | dict(width=32 * letters.SIZE, height=32)
     return grpo.GLMImageWrapper(letters.make_models(), grpo.Config(**settings))
 
 def spell(*words):
-    """The tokens of these words, after a draft of four zeros."""
+    """The tokens of these words, after a draft of 7 x 35 zeros."""
     rows = [[letters.ALPHABET.index(letter) for letter in word.ljust(letters.SIZE, "_")] for word in words]
-    return torch.tensor([[0, 0, 0, 0, *row] for row in rows])
+    return torch.tensor([[0] * 245 + row for row in rows])
 
 def draw(word):
     """A picture of this word by Pillow, of the size of the toy's pictures."""
@@ -55,7 +56,8 @@ def test_policy_reads_the_letters():
     ids, _, _ = wrapper.encode(letters.make_prompts("cat queen"))
     names = wrapper.pipe.processor.tokenizer.convert_ids_to_tokens(ids.flatten())
     assert [name for name in names if name in letters.ALPHABET] == list("cat__queen")
-    a, b = wrapper.compute_logprobs(letters.make_prompts("cat cab"), spell("cat", "cat"), None)[0]
+    rollout = grpo.Rollout(letters.make_prompts("cat cab"), [], spell("cat", "cat"), None, None)
+    a, b = wrapper.compute_logprobs(rollout)[0]
     assert (a - b).abs().max() > 1e-3
 
 def test_pictures_depend_on_tokens_only(monkeypatch):
@@ -102,7 +104,8 @@ def test_honesty(monkeypatch, offline, capsys):
 def test_it_learns(tmp_path):
     """By the page's own commands, up to the picture. The fit, the reward or the trainer is broken if the reward does not
     rise, or stays where it was."""
-    shutil.copytree(ROOT / ".github", tmp_path / ".github")
+    for folder in (".github", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     for name in ("grpo.py", "prompts.txt"):
         shutil.copy(ROOT / name, tmp_path)
     block, = re.findall(r"^```bash\npip install [^\n]*\n(.*?)python honesty.py\n```", PAGE, re.DOTALL | re.MULTILINE)
