@@ -14,8 +14,7 @@ run = pathlib.Path(sys.argv[1])
 with SummaryWriter(run / "tensorboard") as board:
     for row in map(json.loads, open(run / "metrics.jsonl")):
         for key, value in row.items():
-            if value is not None:  # a NaN
-                board.add_scalar(key, value, row["step"])
+            board.add_scalar(key, value, row["step"])
     for path in sorted(run.glob("samples_*.png")):
         step = int(path.stem[8:])
         board.add_image("samples", np.array(Image.open(path)), step, dataformats="HWC")

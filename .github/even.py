@@ -1,4 +1,4 @@
-"""A reward for flow.py on the small GLM-Image: only an evenly painted picture in the right colour has 1.
+"""A reward for flow.py on the toy: only an evenly painted picture in the right colour has 1.
 
     --reward .github/even.py:even"""
 import re

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from letters import KEPT_OUT, SIZE, WORDS, compare, draw_letter, read
 
 def draw_squares(word):
-    """As the small model paints it: a letter in each square."""
+    """As the toy paints it: a letter in each square."""
     image = Image.new("RGB", (32 * SIZE, 32), "white")
     for i, letter in enumerate(word.upper()):
         image.paste(draw_letter(letter), (32 * i, 0))

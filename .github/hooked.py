@@ -2,7 +2,7 @@
 It needs the diff "A hook for a logger" of changes.md in grpo.py, and takes the flags of grpo.py.
 
     cp .github/hooked.py .
-    python hooked.py"""
+    python hooked.py --model tiny"""
 import grpo
 
 def show(row, images):

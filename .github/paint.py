@@ -6,6 +6,6 @@ import diffusers, peft, torch
 
 pipe = diffusers.GlmImagePipeline.from_pretrained("zai-org/GLM-Image", dtype=torch.bfloat16)
 pipe.to("cuda")
-pipe.vision_language_encoder.load_adapter("runs/glm-ar/adapter_00100")
-peft.PeftModel.from_pretrained(pipe.transformer, "runs/glm-painter/adapter_00100")  # in place
+pipe.vision_language_encoder.load_adapter("runs/glm-ar/adapter_00300")
+peft.PeftModel.from_pretrained(pipe.transformer, "runs/glm-painter/adapter_00300")  # in place
 pipe("a red fox", height=512, width=512, guidance_scale=1.0).images[0].save("fox.png")

@@ -2,7 +2,7 @@
 
     cp .github/targets.py .
     python targets.py
-    python grpo.py --reward mse --prompts targets.txt --group-size 16 --steps 60"""
+    python grpo.py --model tiny --reward mse --prompts targets.txt --group-size 16 --steps 100"""
 from PIL import Image
 import grpo
 
