@@ -235,11 +235,11 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
             wrapper.decode([prompt], rollout.tokens[:micro_batch_size], [0])
         return marks["dit"][1] - marks["dit"][0]
 
-    gpu = FakeGPU(wrapper.halves.ar, wrapper.halves.dit)
+    gpu = FakeGPU(wrapper.ar, wrapper.dit)
     with (
         mock.patch.object(grpo, "DEVICE", torch.device("meta")),
         mock.patch.object(wrapper, "encode", encode_on_host),
-        mock.patch.object(wrapper.halves, "move_to_gpu", gpu.move_to_gpu),
+        mock.patch.object(wrapper, "move_to_gpu", gpu.move_to_gpu),
         mock.patch.object(F, "scaled_dot_product_attention", attend),
         mock.patch.object(type(pipe.scheduler), "index_for_timestep", return_value=0),
         gpu,
@@ -272,7 +272,7 @@ def stock_seconds(wrapper, rollout):
     """An image the usual way: the pipeline samples and decodes it alone, then a pass of its own scores it."""
     config = wrapper.config
     one = rollout.part(slice(1))
-    wrapper.halves.move_to_gpu(wrapper.halves.ar)
+    wrapper.move_to_gpu(wrapper.ar)
     wrapper.policy.eval()  # in training mode `generate` would lose its cache, and look slower than it is
     prompt, = one.prompts
     wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower

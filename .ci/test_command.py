@@ -155,13 +155,12 @@ def test_kill_nine_at_any_moment(tmp_path, model):
 @pytest.mark.parametrize("out, code", [(["--out", "same"], 2), ([], 0)])
 def test_runs_that_begin_at_once_never_share_a_folder(command, model, monkeypatch, out, code):
     """One begins while the other loads its model; once both wrote into one folder."""
-    seconds = iter(range(9))
-    monkeypatch.setattr(grpo.time, "strftime", lambda name: re.sub("%.*", str(next(seconds) // 2), name))
-    monkeypatch.setattr(grpo.time, "sleep", mock.Mock())
+    monkeypatch.setattr(grpo.time, "strftime", lambda name: "now")  # both in the same second
+    monkeypatch.setattr(os, "getpid", lambda count=itertools.count(): next(count))
     other = lambda path, config: command(*model, "--steps", "1", *out) and load_quick(path, config)
     done, _, error = command(*model, "--steps", "1", *out, load_model=other)
     assert done == code and ("new folder" in error) == (code == 2)
-    for folder in ("runs/0", "runs/1") if not out else ("same",):
+    for folder in ("runs/now-0", "runs/now-1") if not out else ("same",):
         assert_files(Path(folder), 0, 1)
 
 NUMBERS = [name for name, kind in inspect.get_annotations(grpo.Config).items() if kind in (int, float)]
@@ -171,10 +170,10 @@ FLAG = """--group-size 1, --group-size four, --group 4, --grop-size 4, --step 8,
     --reward , --resume """
 VALUE = """extra, --prompts missing.txt, --prompts folder, --reward wow, --reward absent/mine.py,
     --reward mine.py, --reward mine.py:dull, --reward mine.py:two, --reward mine.py:number, --model no-such,
-    --reward color=much, --reward color=nan, --reward color=inf, --model no-such/model, --model ./no-such,
+    --reward color=much, --model no-such/model, --model ./no-such,
     --model /no/such/folder, --model a/b/c, --model good.txt, --model no-json, --model binary, --model list,
     --model folder, --adapter missing, --adapter done, --adapter good.txt, --adapter half, --out done,
-    --out ., --out good.txt, --out good.txt/x, --out good.txt/x/y"""
+    --out ., --out good.txt"""
 BAD = [  # what is typed, and a word of the answer
     *[(f"--{name} {value}", name.replace("_", "-")) for name in NUMBERS for value in (-1, "nan")],
     *[(typed, typed.split()[0][2:]) for typed in re.split(r",\s+", FLAG)],
@@ -182,8 +181,7 @@ BAD = [  # what is typed, and a word of the answer
     ("--prompts text.txt", "image"), ("--prompts plain.txt", "'a fox'"), ("--prompts comments.txt", "prompt"),
     ("--prompts latin1.txt", "utf-8"), ("--prompts lost.txt", "line 3"), ("--prompts lost.txt", "lost.png"),
     ("--prompts torn.txt", "line 1"), ("--prompts mixed.txt --reward mse", "target"),
-    ("--reward color=1,color=2", "twice"), ("--reward color,", "reward"), ("--reward mse", "target"),
-    ("--reward mine.py:sharp,mine.py:sharp=2", "twice"), ("--model keys", "stepz"),
+    ("--reward color,", "reward"), ("--reward mse", "target"),
     ("--model range", "--steps 0"), ("--model words", "many"), ("--reward nowhere.py:sharp", "nowhere.py"),
     *[(f"--resume {name}", "no run") for name in "nowhere folder torn list bomb strange other".split()],
     ("--resume other", "old-flag"), ("--resume done", "steps"), ("--resume done --steps 4", "steps"),

@@ -150,7 +150,7 @@ BAD = {
     "no such file": ("run --prompts gone.txt", "gone.txt"),
     "no such reward": ("run --prompts words.txt --reward lovely", "lovely"),
     "no such function": ("run --prompts words.txt --reward my.py:lovely", "my.py:lovely"),
-    "no colour": ("run --prompts grey.txt", "there is no colour word in"),
+    "no colour": ("run --prompts grey.txt", "there is no color word in"),
     "one sample": ("run --prompts words.txt --samples 1", "--samples")}
 
 @pytest.mark.parametrize("case", BAD)

@@ -51,7 +51,7 @@ def perturb(lora):
 
 def hide_weights(wrapper):
     """Weights become NaN but in the half that works, as if they were elsewhere -> the phases."""
-    halves = wrapper.halves
+    halves = wrapper
     phases = []
     homes = {half: [(weight, weight.data) for weight in (*half.parameters(), *half.buffers())]
              for half in (halves.ar, halves.dit)}
@@ -164,9 +164,9 @@ def test_painter_works_where_its_weights_are():
         painter = make_painter(guidance=1.5, offload="on")
         phases = hide_weights(painter.ar) if hide else []
         samples = painter.sample(QUOTED, 2, [1, 2])
-        painter.ar.halves.move_to_gpu(painter.ar.halves.ar)  # so that each phase has to ask for its own
+        painter.ar.move_to_gpu(painter.ar.ar)  # so that each phase has to ask for its own
         images = painter.decode(QUOTED, samples[0], [1, 2])
-        painter.ar.halves.move_to_gpu(painter.ar.halves.ar)
+        painter.ar.move_to_gpu(painter.ar.ar)
         logprobs, _ = painter.compute_logprobs(grpo.Rollout(QUOTED, images, *samples).part(slice(1)))
         results.append([*samples, grpo.pil_to_tensor(images), logprobs])
     assert phases == ["ar", "dit"] * 3

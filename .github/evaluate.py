@@ -14,8 +14,8 @@ def evaluate(wrapper, lora, adapters, prompts, targets, rewards, samples=4, seed
     """Yields for each folder of adapters what `measure` says of each prompt, and its first picture.
     All get the same seeds: luck is the same for all, and what differs is the adapters' doing."""
     seeds = [10**9 + seed * len(prompts) + i for i in range(len(prompts))]  # not those of training
-    for adapter in grpo.progress(adapters, "evaluate"):
-        lora.load(adapter)
+    for adapter in adapters:
+        lora.load(grpo.read_adapter(adapter, lora.config["r"]))
         drawn = wrapper.generate_with_tracking(prompts, samples, seeds)
         starts = range(0, len(drawn.prompts), samples)
         groups = [drawn.part(slice(start, start + samples)) for start in starts]

@@ -44,7 +44,7 @@ def check(config):
     if config.kl_coef > 0:
         raise grpo.BadInput("--kl_coef must be 0: k3 of a mean over pixels is next to nothing")
     if AR_ADAPTER:
-        grpo.check_adapter(AR_ADAPTER, read_rank(AR_ADAPTER))
+        grpo.read_adapter(AR_ADAPTER, read_rank(AR_ADAPTER))
 
 def read_rank(folder):
     try:
@@ -52,8 +52,8 @@ def read_rank(folder):
     except (OSError, ValueError, KeyError) as error:
         raise grpo.BadInput(f"AR_ADAPTER={folder} holds no adapters: {error!r}")
 
-class Painter(grpo.Policy):
-    """The DiT as a Policy. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noise,
+class Painter(grpo.Wrapper):
+    """The DiT as a Wrapper. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noise,
     after each step with noise, finished. In place of nuclei it gives what they come from, `given`
     [N, 1 + K]: the number of the first step with noise, then the codes."""
     lora_layers = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
@@ -73,7 +73,9 @@ class Painter(grpo.Policy):
         check(config)
         ar = grpo.GLMImageWrapper.from_pretrained(path, config)
         if AR_ADAPTER:
-            grpo.LoRA(ar.policy, ar.lora_layers, read_rank(AR_ADAPTER)).load(AR_ADAPTER)
+            rank = read_rank(AR_ADAPTER)
+            lora = grpo.LoRA(ar.policy, ar.lora_layers, rank)
+            lora.load(grpo.read_adapter(AR_ADAPTER, rank))
         return cls(ar)
 
     def set_schedule(self):
@@ -116,13 +118,13 @@ class Painter(grpo.Policy):
         """P prompts, a seed for each group -> latents, logprobs [N, W], what they come from. All of
         a group have their codes and first noise in common: rewards differ by the painting alone."""
         tokens, _, _ = self.ar.sample(prompts, 1, seeds)
-        self.ar.halves.move_to_gpu(self.ar.halves.dit)
+        self.ar.move_to_gpu(self.ar.dit)
         h = self.config.height // 32
         w = self.config.width // 32
         large = tokens[:, -h * w:].view(-1, h, w)  # without the draft, which is not painted
         codes = torch.kron(large, large.new_ones(1, 2, 2)).flatten(1)  # [P, K]
         samples = []
-        for prompt, row, seed in zip(prompts, codes, grpo.progress(seeds, "paint")):
+        for prompt, row, seed in zip(prompts, codes, self.pipe.progress_bar(seeds)):
             samples += self.sample_group(prompt, row.repeat(group_size, 1), seed)
         return [torch.cat(parts) for parts in zip(*samples)]
 
@@ -163,7 +165,7 @@ class Painter(grpo.Policy):
 
     def compute_logprobs(self, rollout):
         """The steps with noise once more -> log-probs with a gradient, entropy [B, W]."""
-        self.ar.halves.move_to_gpu(self.ar.halves.dit)
+        self.ar.move_to_gpu(self.ar.dit)
         text = self.pipe.encode_prompt(rollout.prompts[0], self.config.guidance > 1)
         start = rollout.nuclei[0, 0].item()
         codes = rollout.nuclei[:, 1:].to(DEVICE)
@@ -178,7 +180,7 @@ class Painter(grpo.Policy):
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
         """Only the VAE is left to do."""
-        self.ar.halves.move_to_gpu(self.ar.halves.dit)
+        self.ar.move_to_gpu(self.ar.dit)
         vae = self.pipe.vae
         images = []
         for latents in tokens[:, -1:].to(DEVICE):

@@ -16,7 +16,9 @@ from PIL import Image, ImageDraw, ImageFont
 import grpo
 from examples import make_tiny
 
-ALPHABET = string.ascii_lowercase + "_"  # the codes; the last is a blank, after a shorter word
+# The codes. The first is that of the draft and is in no word: prompts have the same embeddings as
+# codes, and a policy that looks for an A would find it 245 times in the draft. The last is a blank.
+ALPHABET = "." + string.ascii_lowercase + "_"
 SIZE = 5  # letters in a picture
 READER = rapidocr.RapidOCR(params={
     "Global.log_level": "error", "EngineConfig.onnxruntime.intra_op_num_threads": 1})
@@ -47,7 +49,7 @@ def make_models():
 
 def draw_words(B=16):
     """Words of random letters -> prompts, and the codes that copy them [B, SIZE]."""
-    codes = torch.randint(len(ALPHABET), (B, SIZE))
+    codes = torch.randint(1, len(ALPHABET), (B, SIZE))
     prompts = ['"' + "".join(ALPHABET[code] for code in row) + '"' for row in codes]
     return prompts, codes
 
@@ -55,9 +57,10 @@ def load_model(path, config):
     """Fits the models, and freezes them -> a wrapper. All of it follows from the seed."""
     transformers.set_seed(config.seed)
     wrapper = grpo.GLMImageWrapper(make_models(), config)
-    letters = grpo.pil_to_tensor([draw_letter(letter) for letter in ALPHABET.upper()[:-1] + " "])
+    shown = " " + string.ascii_uppercase + " "
+    letters = grpo.pil_to_tensor([draw_letter(letter) for letter in shown])
     make_tiny.fit_painter(wrapper, letters, steps=700, compare=F.mse_loss)
-    make_tiny.fit_policy(wrapper, draw_words, chance=0.45, steps=400)
+    make_tiny.fit_policy(wrapper, draw_words, chance=0.45, steps=800, lr=3e-3)
     return grpo.GLMImageWrapper(wrapper.pipe, config)
 
 def read(image):
