@@ -221,8 +221,8 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
         logprobs = marked("compute_logprobs", wrapper.compute_logprobs)
         with mock.patch.object(wrapper, "compute_logprobs", logprobs):
             trainer.train_step(rollout, torch.zeros(n))
-        reference, another, policy, last = marks["compute_logprobs"]
-        return another - reference + last - policy  # policy: the pass, the loss and the backward pass
+        first, _, second, _ = marks["compute_logprobs"]  # of each the reference, then the policy
+        return second - first
 
     def sample():
         with mock.patch.object(wrapper, "forward", marked("forward", skip_tokens(wrapper.forward, T))):

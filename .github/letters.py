@@ -82,7 +82,7 @@ if __name__ == "__main__":
     rewards = {"ocr": (ocr, 1.0)}
     try:
         config = grpo.parse_args(**make_tiny.SETTINGS | dict(
-            model="letters", steps=60, group_size=8, width=32 * SIZE, height=32))
+            model="letters", steps=60, lr=5e-4, group_size=8, width=32 * SIZE, height=32))
         grpo.check_before_loading(config, prompts, None, rewards)
     except grpo.BadInput as error:
         sys.exit(f"letters.py: error: {error}")
