@@ -6,7 +6,7 @@
     python .ci/measure.py ablate [seeds]              what each choice is worth, on the small GLM-Image
     python .ci/measure.py depth                       how far bf16 rounds at depth; minutes of a core
 """
-import dataclasses, functools, math, statistics, sys, tempfile, time, weakref
+import contextlib, dataclasses, functools, io, math, statistics, sys, tempfile, time, weakref
 from pathlib import Path
 from unittest import mock
 
@@ -23,9 +23,9 @@ from examples.make_tiny import make_models
 SMALL = Path(grpo.__file__).with_name("examples") / "tiny-glm-image"
 
 class QuietTrainer(grpo.GRPOTrainer):
-    """It writes no files."""
+    """It writes no files, and prints nothing."""
     def __init__(self, config, *args):
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             super().__init__(dataclasses.replace(config, out=f"{folder}/run"), *args)
 
     def save_samples(self, step):

@@ -89,7 +89,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # more are slower
     wrapper = load_model(config.model, config)
     trainer = grpo.GRPOTrainer(config, wrapper, prompts, rewards)
-    print(f"files: {trainer.out}", flush=True)
     trainer.train()
     adapters = [trainer.out / f"adapter_{step:05d}" for step in (0, config.steps)]
     words = make_prompts(KEPT_OUT)  # which were in no prompt of the training
