@@ -15,10 +15,10 @@ One step of GRPO (arXiv 2402.03300), in the loop of `GRPOTrainer.train`:
   5. update   tokens of better images become likelier; a clip and a KL keep the policy from leaping
   6. log      metrics, pictures of fixed prompts, a checkpoint
 
-Axes  P  prompts per GPU in a step       N  = P * G samples, grouped by prompt: p0 p0 p1 p1
+Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: p0 p0 p1 p1
       G  samples per prompt, a group     B  samples per micro-batch
       L  prompt tokens, padded left      T  image tokens, the same number for every image
-      V  codes; an image token is one of them
+      V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`, with torch 2.11 to 2.15, transformers
 5.23 and diffusers 0.42. After the trainer come files, GLM-Image and the command line."""
 import collections, contextlib, dataclasses, functools, inspect, json, math
@@ -70,7 +70,7 @@ class Config:
     lr: float = flag(5e-5, "learning rate of AdamW")
     clip_range: float = flag(0.2, "epsilon of PPO's clip")
     kl_coef: float = flag(0.01, "weight of the KL to the base model")
-    max_grad_norm: float = flag(1.0, "gradient norms are clipped to it")
+    max_grad_norm: float = flag(1.0, "largest norm of a gradient")
     lora_rank: int = flag(32, "rank of the LoRA")
     # The model
     width: int = flag(512, "multiple of 32 pixels")
@@ -114,8 +114,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     ratio = (new_logprobs - old_logprobs.detach()).exp()  # [N, T]
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * A
-    # The minimum is constant, so without a gradient, if A > 0 and the ratio is above the clip, or
-    # if A < 0 and it is below.
+    # A token has no gradient if A > 0 and its ratio is above the clip, or if A < 0 and it is below,
+    # as the minimum is constant.
     loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
     is_clipped = clipped < unclipped  # where the minimum takes the clipped ratio
     metrics = dict(
@@ -186,7 +186,7 @@ def run_file(path):
 
 @torch.no_grad()
 def compute_rewards(images, prompts, targets, rewards):
-    """Calls the rewards, {name: (function, weight)} -> their weighted sum [N], {metric: mean}."""
+    """Calls each of {name: (function, weight)} -> their weighted sum [N], {metric: mean}."""
     total = torch.zeros(len(images))
     metrics = {}
     for name, (function, weight) in rewards.items():
@@ -201,7 +201,7 @@ def compute_rewards(images, prompts, targets, rewards):
     return total, metrics
 
 def load_prompts(path):
-    """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, targets (None: none)."""
+    """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, targets or None."""
     path = Path(path or Path(__file__).with_name("prompts.txt"))
     prompts = []
     targets = []
@@ -221,15 +221,15 @@ def load_prompts(path):
 class LoRA:
     """W x becomes W x + 2 B A x, where W is frozen, B begins at 0, and 2 is alpha / rank.
     `layers` is a regex for the names of linear layers. `weights` has the adapters A [rank, in] and
-    B [out, rank] of each, under peft's names. They are fp32, as in bf16 a weight of 0.02 would not
-    change by a step of 5e-5. A model can have only one LoRA, as its hooks are never removed."""
+    B [out, rank] of each, under peft's names. They are fp32: in bf16, 0.02 + 5e-5, a weight and an
+    Adam step, is 0.02. A model can have only one LoRA, as its hooks are never removed."""
     def __init__(self, model, layers, rank):
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
         self.enabled = True
         self.weights = {}
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
-                # Drawn on the CPU, so equal on all GPUs, and from the distribution that peft uses.
+                # Drawn on the CPU, so equal on all GPUs, by the distribution that peft uses.
                 A = nn.init.kaiming_uniform_(torch.empty(rank, linear.in_features), a=math.sqrt(5))
                 A = nn.Parameter(A.to(DEVICE))
                 B = nn.Parameter(torch.zeros(linear.out_features, rank, device=DEVICE))
@@ -274,7 +274,7 @@ def read_adapter(folder, rank):
     return weights
 
 # --- What the trainer asks of a model -----------------------------------------
-# To train another model, write a class like `PolicyWrapper`, for example examples/toy.py. The
+# To train another model, write a class like `PolicyWrapper`. examples/toy.py has a small one. The
 # tensors of a rollout are on the CPU; those that `compute_logprobs` returns are on DEVICE.
 @dataclasses.dataclass(frozen=True)
 class Rollout:
@@ -283,7 +283,7 @@ class Rollout:
     images: list  # N PIL images
     tokens: torch.Tensor  # [N, T], the codes that were drawn
     logprobs: torch.Tensor  # [N, T], their log-probs at that time
-    nuclei: torch.Tensor | None  # [N, T, V], bool: the codes that top-p left; None: all
+    nuclei: torch.Tensor | None  # [N, T, V], bool: the codes that top-p kept; None: all
 
     def part(self, rows):
         values = vars(self).values()
@@ -339,7 +339,7 @@ class GRPOTrainer:
             # `mkdir` fails if the folder exists, so that two runs never share one.
             with input_errors("--out must be a new folder"):
                 self.out.mkdir(parents=True, exist_ok=bool(config.resume))
-            self.save_checkpoint()  # of step 0
+            self.save_checkpoint()  # so that step 1 can be resumed
             print(f"model: {config.model} on {DEVICE}, files: {self.out}", flush=True)
 
     def train(self):
@@ -373,7 +373,7 @@ class GRPOTrainer:
         N = len(advantages)
         old_logprobs = torch.empty(rollout.logprobs.shape, device=DEVICE)  # [N, T]
         totals = collections.Counter()  # `update` adds to it
-        self.optimizer.zero_grad()  # of an interrupted step
+        self.optimizer.zero_grad()  # drops an interrupted step's
         for iteration in range(config.num_iterations):
             for start in range(0, N, config.micro_batch_size):
                 rows = slice(start, start + config.micro_batch_size)
@@ -435,7 +435,7 @@ class GRPOTrainer:
             print("All groups had equal rewards: this step taught nothing.", flush=True)
 
     def save_samples(self, step):
-        """Pictures of the first prompts, always from the same seeds, and their adapters."""
+        """Pictures of the first prompts, always from the same seeds, and the adapter they show."""
         prompts = self.prompts[:8]
         rollout = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))
         sheet = diffusers.utils.make_image_grid(rollout.images, 1, len(prompts))
@@ -456,7 +456,7 @@ class GRPOTrainer:
         self.history = state["history"]
         self.lora.load(state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.param_groups[0]["lr"] = self.config.lr  # may be a new one
+        self.optimizer.param_groups[0]["lr"] = self.config.lr  # it may be typed anew
 
 # --- The files and metrics of a run -------------------------------------------
 def read_checkpoint(folder):
@@ -467,7 +467,7 @@ def read_checkpoint(folder):
     return state
 
 def check_resume(state, config, prompts):
-    """On these settings the weights and the order of the prompts depend. Others may change."""
+    """The weights or the order of the prompts depend on these settings. Others may change."""
     for name in "model adapter batch_size lora_rank seed".split():
         if getattr(config, name) != state["config"][name]:
             raise BadInput(f"--{name}: was {state['config'][name]} and cannot change")
@@ -492,8 +492,8 @@ def compute_policy_logprobs(logits, nucleus=None):
     """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
     logits [.., V], fp32; nucleus [.., V], bool: what top-p leaves, or None -> log-probs [.., V].
     The trap of top-p: pi(code) = softmax(code) / (sum of the softmax over the nucleus). A trainer
-    without the division, or with a nucleus of its own, trains a policy that did not sample. So the
-    sampler keeps its nuclei, and the reference uses them too (2512.02556)."""
+    without the division, or with a nucleus of its new weights, has the log-probs of a policy that
+    did not sample. So the sampler keeps its nuclei; the reference uses them too (2512.02556)."""
     if nucleus is not None:
         logits = logits.masked_fill(~nucleus.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
@@ -503,7 +503,7 @@ def sample_codes(logprobs, uniform):
     A sample with random numbers of its own does not depend on what else is in the batch."""
     cdf = logprobs.double().exp().cumsum(1)
     point = uniform * cdf[:, -1:]  # the last value is 1 only up to rounding
-    # right=True finds the first code whose cdf is above the point, so its chance is not 0.
+    # right=True finds the first code whose cdf is above the point. Its chance is not 0.
     return torch.searchsorted(cdf, point, right=True)
 
 # --- GLM-Image: prompt -> tokens -> image -------------------------------------
@@ -540,7 +540,7 @@ class GLMImageWrapper(PolicyWrapper):
     def __init__(self, pipe, config):
         self.pipe = pipe
         self.config = config
-        self.policy = pipe.vision_language_encoder  # the AR model
+        self.policy = pipe.vision_language_encoder  # its vision tower is not used
         self.ar = nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
         self.both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False).eval()
@@ -550,12 +550,12 @@ class GLMImageWrapper(PolicyWrapper):
         defaults = self.policy.generation_config
         self.temperature = config.temperature or defaults.temperature or 1.0
         self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or defaults.top_p or 1.0)
-        # Activation checkpointing: in training mode, activations are computed again by the backward
-        # pass, not stored, and there is no KV cache.
+        # In training mode, transformers computes activations again in the backward pass, and has no
+        # KV cache. So `sample` is in eval mode, and `compute_logprobs` in training mode.
         self.policy.activation_checkpointing_enable()
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
         pipe.set_progress_bar_config(leave=False, disable=None)  # shown in a terminal only
-        pipe.vae.enable_slicing()  # image by image: four at 1024 pixels take 28 GiB
+        pipe.vae.enable_slicing()  # four images at 1024 pixels take 28 GiB
 
     @classmethod
     def from_pretrained(cls, path, config):
@@ -567,11 +567,11 @@ class GLMImageWrapper(PolicyWrapper):
         return cls(pipe, config)
 
     def move_to_gpu(self, part):
-        """With offloading, `ar` and `dit` take turns. The vision tower always stays away."""
+        """With offloading, `ar` and `dit` take turns on the GPU."""
         if self.offload and part is not self.on_gpu:
-            self.on_gpu = None  # if this is interrupted, the next call begins anew
+            self.on_gpu = None  # so that an interrupted move begins anew
             self.both.to("cpu")
-            torch.cuda.empty_cache()  # or fragments may leave no room for this part
+            torch.cuda.empty_cache()  # its fragments may leave no room
             part.to(DEVICE)
             self.on_gpu = part
 
@@ -584,20 +584,19 @@ class GLMImageWrapper(PolicyWrapper):
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
                 target_h=self.config.height, target_w=self.config.width,
                 padding=True, padding_side="left")).to(DEVICE)
-        # Rows of (1, height, width). The large grid is the first row, but is drawn after the draft.
+        # image_grid_thw has rows (1, height, width): the large grid's, then that of the draft.
         large = batch.image_grid_thw[0, 1:].tolist()
         draft = batch.image_grid_thw[1, 1:].tolist()
         position_ids = build_position_ids(batch.attention_mask, [draft, large])
         T = math.prod(draft) + math.prod(large)
         real = nn.functional.pad(batch.attention_mask, (0, T), value=1)  # [B, L + T]
-        # Causal, and within a kind: tokens see tokens, and padding sees padding, as the softmax of
-        # -inf alone would be NaN.
+        # Causal. Tokens see tokens; padding sees padding, as a softmax of -inf alone is NaN.
         visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
         bias = torch.where(visible, 0.0, -math.inf).to(self.policy.dtype)
         return batch.input_ids, position_ids, bias
 
     def forward(self, ids, position_ids, bias, cache=None):
-        """ids [B, n] -> logits / temperature [B, n, V], fp32, at the positions that are given."""
+        """ids [B, n] -> logits / temperature [B, n, V]. `self.policy` would ignore position_ids."""
         language_model, lm_head = self.ar
         hidden = language_model(
             input_ids=ids, position_ids=position_ids, attention_mask=bias, past_key_values=cache,
@@ -609,7 +608,7 @@ class GLMImageWrapper(PolicyWrapper):
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, P seeds -> tokens, logprobs [N, T], nuclei [N, T, V], on the CPU."""
         self.move_to_gpu(self.ar)
-        self.policy.eval()  # with a KV cache
+        self.policy.eval()
         ids, position_ids, bias = self.encode(np.repeat(prompts, group_size).tolist())
         L = ids.shape[1]
         T = position_ids.shape[2] - L
@@ -637,7 +636,7 @@ class GLMImageWrapper(PolicyWrapper):
         self.move_to_gpu(self.ar)
         ids, position_ids, bias = self.encode(rollout.prompts)
         tokens = rollout.tokens.to(DEVICE)
-        self.policy.train()  # with checkpointing; there is no dropout
+        self.policy.train()  # there is no dropout
         logits = self.forward(torch.cat([ids, tokens], 1), position_ids, bias)
         self.policy.eval()
         logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: each place predicts the next code
@@ -675,12 +674,12 @@ class GLMImageWrapper(PolicyWrapper):
 
 # --- The command line ---------------------------------------------------------
 def parse_args(argv=None, **defaults):
-    """-> Config. What is typed wins over the settings of the run to resume, or else of grpo.json in
-    the model's folder. These win over `defaults`, and those over the defaults of Config."""
+    """-> Config. Each setting comes from the first of these that has it: what is typed; the run to
+    resume, or else grpo.json in the model's folder; `defaults`; Config."""
     parser = transformers.HfArgumentParser(
         Config, allow_abbrev=False, usage="python grpo.py [--group-size 8 ..]")
     parser.set_defaults(**defaults)
-    typed, _ = parser.parse_known_args(argv)  # which run or model?
+    typed, _ = parser.parse_known_args(argv)  # to learn --resume, --model
     path = Path(typed.model, "grpo.json")
     if typed.resume is not None:
         parser.set_defaults(**read_checkpoint(typed.resume)["config"] | dict(out=None))
@@ -725,7 +724,7 @@ def main(argv=None, load_model=GLMImageWrapper.from_pretrained, **defaults):
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
-        torch.set_num_threads(1)  # more would hardly be faster
+        torch.set_num_threads(1)  # more are hardly faster here
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("gloo")  # with NCCL, one failure hangs all
     try:
