@@ -80,7 +80,7 @@ class Config:
     decode_steps: int = flag(20, "denoising steps of the DiT")
     guidance: float = flag(1.5, "classifier-free guidance of the DiT; 1 is off")
     offload: typing.Literal["auto", "on", "off"] = flag(
-        "auto", "one half at a time on the GPU; auto: below 60 GiB")
+        "auto", "hold one half at a time; auto: on a GPU below 60 GiB")
     # The run
     out: str | None = flag(None, "new folder for the run; None: runs/<date-time>")
     resume: str | None = flag(None, "folder of a run to continue with its own settings")
@@ -122,7 +122,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
         policy_loss=loss, ratio_mean=ratio.mean(), clip_frac=is_clipped.float().mean())
     if ref_logprobs is not None:
         delta = ref_logprobs.detach() - new_logprobs
-        delta = delta.clamp(max=20)  # an outlier would dominate the mean
+        delta = delta.clamp(max=20)  # exp stays finite
         kl = (torch.expm1(delta) - delta).mean()  # expm1(x) = exp(x) - 1, exact near 0
         metrics["kl"] = kl
         loss = loss + kl_coef * kl
@@ -308,8 +308,8 @@ def choose_prompts(step, num_prompts, config):
     over the list. Its order follows from the run's seed, so resuming needs no saved state."""
     indices = []
     seeds = []
-    end = step * config.batch_size
-    for count in range(end - config.batch_size + RANK, end, WORLD_SIZE):  # over the whole run
+    first = (step - 1) * config.batch_size  # in the count of the whole run
+    for count in range(first + RANK, first + config.batch_size, WORLD_SIZE):
         epoch, place = divmod(count, num_prompts)
         order = np.random.default_rng([config.seed, epoch]).permutation(num_prompts)
         indices.append(order[place])
@@ -489,7 +489,7 @@ def merge_over_gpus(metrics):
 
 # --- The distribution of the policy -------------------------------------------
 def compute_policy_logprobs(logits, nucleus=None):
-    """log pi(code): THE distribution of the policy, one definition for sampler and trainer.
+    """log pi(code), the distribution of the policy, defined once for sampler and trainer.
     logits [.., V], fp32; nucleus [.., V], bool: what top-p leaves, or None -> log-probs [.., V].
     The trap of top-p: pi(code) = softmax(code) / (sum of the softmax over the nucleus). A trainer
     without the division, or with a nucleus of its new weights, has the log-probs of a policy that

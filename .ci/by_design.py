@@ -1,4 +1,4 @@
-"""Applies each diff of .github/changes.md to a copy of the tree, runs all tests of grpo.py on it, and prints which of them
+"""Applies each diff of docs/changes.md to a copy of the tree, runs all tests of grpo.py on it, and prints which of them
 fail: the last column of the page's table. Nothing here is a test.
 
     python .ci/by_design.py               all changes; a suite each, so some minutes each
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def read_changes():
     """{heading: its diffs, each as the lines before and the lines after}."""
     changes = {}
-    for section in (ROOT / ".github/changes.md").read_text().split("\n## ")[1:]:
+    for section in (ROOT / "docs/changes.md").read_text().split("\n## ")[1:]:
         heading, _, text = section.partition("\n")
         for diff in re.findall(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
             lines = diff.splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Links such as [`train_step`](grpo.py#L203) in README.md and .github/*.md: puts in the lines where these names are.
+"""Links such as [`train_step`](grpo.py#L203) in README.md and docs/*.md: puts in the lines where these names are.
 
     python .ci/links.py            rewrites the pages
     python .ci/links.py --check    changes nothing; exit code 1 if a link is stale
@@ -7,7 +7,7 @@ import ast, re, sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / ".github").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[`([\w.]+)`\]\(((?:\.\./)?([\w/]+\.py))#L(\d+)\)")
 
 def find_lines(file):

@@ -1,4 +1,4 @@
-"""What .github/evaluate.md says of the intervals of evaluate.py. Not a test; two minutes of a core.
+"""What docs/evaluate.md says of the intervals of evaluate.py. Not a test; two minutes of a core.
 
     python .ci/measure_evaluate.py runs/seed0
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / ".github")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import evaluate, grpo
 
 def means_of(rows):
@@ -38,7 +38,7 @@ def find_power(changes, wanted=0.02, repeats=500):
 if __name__ == "__main__":
     run = Path(sys.argv[1])
     config = grpo.parse_args(["--resume", str(run)])
-    prompts, _ = grpo.load_prompts(ROOT / ".github/held_out.txt")
+    prompts, _ = grpo.load_prompts(ROOT / "examples/held_out.txt")
     wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
     lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
     rewards = grpo.load_rewards("color")

@@ -1,4 +1,4 @@
-"""Tests of .github/evaluate.py, on the small GLM-Image: its numbers are those worked by hand."""
+"""Tests of examples/evaluate.py, on the small GLM-Image: its numbers are those worked by hand."""
 import json, os, re, runpy, sys
 from pathlib import Path
 
@@ -9,8 +9,9 @@ import pytest, torch
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / ".github")]
-import evaluate, grpo
+sys.path[:0] = [str(ROOT)]
+import grpo
+from examples import evaluate
 torch.set_num_threads(1)
 
 PROMPTS = ["a red thing", "a blue thing", 'a white sign "OPEN"']
@@ -39,7 +40,7 @@ def command(run, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *argv])
         code = 0
         try:
-            runpy.run_path(str(ROOT / ".github/evaluate.py"), run_name="__main__")
+            runpy.run_path(str(ROOT / "examples/evaluate.py"), run_name="__main__")
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()
@@ -186,7 +187,7 @@ def test_film():
 # --- What it is used with -------------------------------------------------------------------------------------
 def test_held_out():
     """24 prompts, none of them trained; each names one colour, three prompts each, and half of them quote words."""
-    prompts, targets = grpo.load_prompts(ROOT / ".github/held_out.txt")
+    prompts, targets = grpo.load_prompts(ROOT / "examples/held_out.txt")
     trained, _ = grpo.load_prompts(None)
     assert len(set(prompts)) == 24 and not set(prompts) & set(trained) and set(targets) == {None}
     named = [[word for word in re.findall(r"\w+", prompt.lower()) if word in grpo.COLORS] for prompt in prompts]
@@ -196,5 +197,5 @@ def test_held_out():
     assert sum(prompt.count('"') == 2 for prompt in prompts) == 12 and all(prompt.count("'") == 0 for prompt in prompts)
 
 def test_it_is_short():
-    code = (ROOT / ".github/evaluate.py").read_text().splitlines()
+    code = (ROOT / "examples/evaluate.py").read_text().splitlines()
     assert sum(map(bool, code)) <= 102 and max(map(len, code)) <= 100

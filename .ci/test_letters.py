@@ -1,4 +1,4 @@
-"""Tests of .github/letters.md: its letters.py learns to spell, by what RapidOCR reads and by nothing else. No network."""
+"""Tests of docs/letters.md: its letters.py learns to spell, by what RapidOCR reads and by nothing else. No network."""
 import json, os, re, runpy, shutil, socket, subprocess, sys
 from pathlib import Path
 
@@ -11,10 +11,10 @@ for package in ("rapidocr", "onnxruntime"):
     pytest.importorskip(package, reason="pip install rapidocr onnxruntime")
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / ".github/letters.md").read_text()
-sys.path[:0] = [str(ROOT / ".github"), str(ROOT)]
-import grpo, letters
-from examples import make_tiny
+PAGE = (ROOT / "docs/letters.md").read_text()
+sys.path[:0] = [str(ROOT)]
+import grpo
+from examples import letters, make_tiny
 torch.set_num_threads(1)
 
 def make_wrapper():
@@ -93,7 +93,7 @@ def test_honesty(monkeypatch, offline, capsys):
     """honesty.py measures what the page's table has: of a few words, squares are read as they are drawn."""
     monkeypatch.setattr(letters, "WORDS", "cat moon queen")
     monkeypatch.setattr(letters, "KEPT_OUT", "cow tea")
-    runpy.run_path(str(ROOT / ".github/honesty.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "examples/honesty.py"), run_name="__main__")
     rows = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
     told = re.findall(r"^\| ((?:the|one|two|another|random) \w+ ?\w*) \|", PAGE, re.MULTILINE)
     assert len(rows) == 20 and [row[0] for row in rows[2:7]] == told
@@ -105,11 +105,9 @@ def test_honesty(monkeypatch, offline, capsys):
 def test_it_learns(tmp_path):
     """By the page's own commands, up to the picture. The fit, the reward or the trainer is broken if the reward does not
     rise, or stays where it was."""
-    for folder in (".github", "examples"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    for name in ("grpo.py", "prompts.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    block, = re.findall(r"^```bash\npip install [^\n]*\n(.*?)python honesty.py\n```", PAGE, re.DOTALL | re.MULTILINE)
+    for name in ("grpo.py", "prompts.txt", "examples"):
+        Path(tmp_path, name).symlink_to(ROOT / name)
+    block, = re.findall(r"^```bash\npip install [^\n]*\n(.*?)python -m examples.honesty\n```", PAGE, re.DOTALL | re.MULTILINE)
     commands = block.replace("--out", "--seed 5 --steps 16 --out").replace("python ", f"{sys.executable} ")
     output = subprocess.run(f"set -e\n{commands}", shell=True, check=True, capture_output=True, text=True, cwd=tmp_path,
                             env=os.environ | dict(OMP_NUM_THREADS="1")).stdout

@@ -1,5 +1,5 @@
-"""Tests of .github: its files are run as they stand and as their pages say, and what rewards.md and changes.md say is
-true."""
+"""Tests of docs and examples: programs are run as they stand and as their pages say, and what rewards.md and changes.md
+say is true."""
 import ast, copy, dataclasses, io, json, logging, math, os, random, re, runpy, shutil, socket, string, subprocess, sys, tempfile, types, warnings
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from examples.make_tiny import make_models
 torch.set_num_threads(1)  # other tests run beside these
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
 pytestmark = pytest.mark.readme
-PAGES = {path.name: path.read_text() for path in sorted((HERE / ".github").glob("*.md"))}
-FILES = {path.name: path.read_text() for path in sorted((HERE / ".github").glob("*.py"))}
+PAGES = {path.name: path.read_text() for path in sorted((HERE / "docs").glob("*.md"))}
+FILES = {path.name: path.read_text() for path in sorted((HERE / "examples").glob("*.py"))}
 REWARDS = PAGES["rewards.md"]
 CHANGES = PAGES["changes.md"]
 FLAGS = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(grpo.Config)}
@@ -120,16 +120,13 @@ def test_pages_are_short():
 
 @pytest.mark.parametrize("name", FILES)
 def test_each_file_says_how_to_run_it(name):
-    """In its docstring. `python .github/x.py` does not find grpo.py: a file that imports it is copied, or is a reward."""
+    """In its docstring, from the root: `python examples/x.py` would not find grpo.py."""
     code = FILES[name]
     told = ast.get_docstring(ast.parse(code))
-    ways = rf"cp (\S+ )*\.github/{name} (\S+ )*\.\n.*\bpython {name}|--reward \.github/{name}:\w"
-    if not re.search(r"^(import|from) (grpo|letters)\b", code, re.MULTILINE):
-        ways += rf"|python \.github/{name}\b"
-    assert re.search(ways, told), told
+    assert re.search(rf"python -m examples\.{name[:-3]}\b|--reward examples/{name}:\w", told), told
     assert max(map(len, code.splitlines())) <= 100
     readme = (HERE / "README.md").read_text()
-    assert f"](.github/{name})" in readme or any(f"]({name})" in page for page in PAGES.values()), "no page links to it"
+    assert f"](examples/{name})" in readme or any(f"](../examples/{name})" in page for page in PAGES.values())
 
 def test_excerpts_are_of_their_files():
     """Lines that a page shows of a file are in the file, as they stand; other code says itself what it imports."""
@@ -138,10 +135,11 @@ def test_excerpts_are_of_their_files():
     for block in blocks_of("".join(PAGES.values())):
         assert re.search(r"^(import|from) ", block) or any(block in code for code in FILES.values()), block
 
-def test_copies_are_of_files():
-    """What a page copies, or names by its path, is there."""
-    for name in set(re.findall(r"\.github/([\w.]+\.py)", "".join([*PAGES.values(), *FILES.values()]))):
-        assert name in FILES
+def test_named_programs_are_there():
+    """What a page runs, or names by its path; and nothing has to be copied first."""
+    text = "".join([(HERE / "README.md").read_text(), *PAGES.values(), *FILES.values()])
+    names = re.findall(r"examples/(\w+)\.py|-m examples\.(\w+)", text)
+    assert {path or module for path, module in names} <= {name[:-3] for name in FILES} and "cp " not in text
 
 @pytest.mark.parametrize("page", [REWARDS, CHANGES], ids=["rewards.md", "changes.md"])
 def test_flags_exist(page):
@@ -155,13 +153,12 @@ def test_commands_of_rewards(tmp_path, command):
         pytest.importorskip(package, reason="pip install rapidocr onnxruntime")
     torch.save(dict(weight=torch.ones(1, 4), bias=torch.zeros(1)), "head.pth")
     stand_in = "HEAD = 'head.pth'\ndef embed(images, text):\n    return torch.rand(2, len(images), 4)\n"
-    Path(".github").mkdir()
-    for file in ("my_rewards.py", ".github/my_rewards.py"):
-        Path(file).write_text(FILES["my_rewards.py"] + stand_in)  # without CLIP's 1.7 GB
-    Path(".github/sharp.py").write_text(FILES["sharp.py"])
+    Path("examples").mkdir()
+    Path("examples/rewards.py").write_text(FILES["rewards.py"] + stand_in)  # without CLIP's 1.7 GB
+    Path("examples/sharp.py").write_text(FILES["sharp.py"])
     load_module(FILES["targets.py"], "targets")
     write_words(tmp_path)
-    told = REWARDS + FILES["my_rewards.py"] + FILES["targets.py"]
+    told = REWARDS + FILES["rewards.py"] + FILES["targets.py"]
     lines = sorted({line.strip('" ') for line in re.findall(r"python grpo\.py\b([^`#\n]*)", told)})
     assert len(lines) == 7
     for i, line in enumerate(lines):
@@ -171,15 +168,15 @@ def test_commands_of_rewards(tmp_path, command):
         if "ocr" in line:
             assert row["reward_std"] < 0.2  # the small model draws no letters
 
-# --- Rewards to copy: my_rewards.py -------------------------------------------------------------------------
+# --- Rewards to copy: rewards.py -------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def gallery():
-    return load_module(FILES["my_rewards.py"], "my_rewards")
+    return load_module(FILES["rewards.py"], "rewards")
 
 def test_the_table_names_all_rewards():
     """A reward that is not in the table would not be found, and one that is only there would not be known."""
     told = {row[0].split("`")[1] for row in table(REWARDS, "| reward | what it needs |")}
-    code = FILES["my_rewards.py"] + FILES["sharp.py"]
+    code = FILES["rewards.py"] + FILES["sharp.py"]
     takes_images = re.findall(r"^def (\w+)\(images, prompts, targets", code, re.MULTILINE)
     assert told == set(takes_images)
 

@@ -1,4 +1,4 @@
-"""Tests of .github/painter.md: its flow.py, identities mostly, on a small GLM-Image of random weights. No network, no GPU."""
+"""Tests of docs/painter.md: its flow.py, identities mostly, on a small GLM-Image of random weights. No network, no GPU."""
 import json, math, os, re, runpy, sys
 from pathlib import Path
 
@@ -8,11 +8,11 @@ import diffusers, pytest, torch
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / ".github/painter.md").read_text()
-HERE = ROOT / ".github"
-sys.path[:0] = [str(HERE), str(ROOT)]
-import flow, grpo
-from examples import make_tiny
+PAGE = (ROOT / "docs/painter.md").read_text()
+HERE = ROOT / "examples"
+sys.path[:0] = [str(ROOT)]
+import grpo
+from examples import flow, make_tiny
 torch.set_num_threads(1)
 
 def make_pipeline():
@@ -245,7 +245,7 @@ def test_painter_begins_with_the_adapter_of_the_other_half(tmp_path, monkeypatch
 
 @pytest.fixture
 def run_flow(monkeypatch, tmp_path):
-    """`python flow.py` and flags, in a folder of its own."""
+    """`python -m examples.flow` and flags, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("a red fox\ngreen\n")
 
@@ -297,24 +297,24 @@ def test_painter_learns(tmp_path):
 
 def test_commands_of_the_page(run_flow, tmp_path, monkeypatch):
     """The commands for the small GLM-Image, made smaller: the painter begins with the very adapter that the AR run leaves."""
-    Path(".github").symlink_to(HERE)
-    block, = re.findall(r"```bash\ncp \.github/flow\.py \.\n(.*?)```", PAGE, re.DOTALL)
+    Path("examples").symlink_to(HERE)
+    block = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)[0]
     block = block.replace("\\\n", " ")  # a command may go on in the next line
-    ar, painter = (line.partition(".py ")[2] for line in block.splitlines())
-    folder, = re.findall(r"^AR_ADAPTER=(\S+) python flow.py ", block, re.MULTILINE)
+    ar, painter = (re.split(r"grpo\.py |examples\.flow ", line)[1] for line in block.splitlines())
+    folder, = re.findall(r"^AR_ADAPTER=(\S+) python -m examples.flow ", block, re.MULTILINE)
     small = f"{SMALL} --group-size 2"
     grpo.main(f"{ar} {small}".split())
     assert {path.name for path in Path(folder).iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     monkeypatch.setenv("AR_ADAPTER", folder)
     run_flow(f"{painter} {small} --steps 1")
     row, = map(json.loads, Path("runs/painter/metrics.jsonl").read_text().splitlines())
-    assert 0 < row["reward/.github/even.py:even"] < 1 and row["sampler_gap_max"] == 0
+    assert 0 < row["reward/examples/even.py:even"] < 1 and row["sampler_gap_max"] == 0
 
 def test_flags_of_the_page():
     """Every flag of every command and sentence is one of grpo.py, and the real commands are understood."""
     known = {"--" + name.replace("_", "-") for name in grpo.Config.__dataclass_fields__}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known
-    lines = re.findall(r"(?:grpo|flow)\.py (--.*GLM-Image .*)", PAGE.replace("\\\n", " "))
+    lines = re.findall(r"(?:grpo\.py|examples\.flow) (--.*GLM-Image .*)", PAGE.replace("\\\n", " "))
     assert len(lines) == 2
     for line in lines:
         assert grpo.parse_args(line.split()).out.startswith("runs/glm-")

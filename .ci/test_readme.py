@@ -1,4 +1,4 @@
-"""Tests of README.md and .github/figures.md: their code and commands are run, what they say of grpo.py is true, and
+"""Tests of README.md and docs/figures.md: their code and commands are run, what they say of grpo.py is true, and
 the links of all pages hold."""
 import dataclasses, json, logging, os, re, subprocess, sys, warnings
 from pathlib import Path
@@ -18,9 +18,9 @@ from test_pages import (
 
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
 pytestmark = pytest.mark.readme
-PAGES = {path: path.read_text() for path in [HERE / "README.md", *sorted((HERE / ".github").glob("*.md"))]}
+PAGES = {path: path.read_text() for path in [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))]}
 README = PAGES[HERE / "README.md"]
-FIGURES = PAGES[HERE / ".github/figures.md"]
+FIGURES = PAGES[HERE / "docs/figures.md"]
 FIELDS = {"--" + field.name.replace("_", "-"): field for field in dataclasses.fields(grpo.Config)}
 
 def flat(page):
@@ -107,7 +107,7 @@ def commands():
 
 def test_commands_run(tmp_path, command):
     """Every flag of every command of grpo.py is understood, and a small model does a step with it."""
-    for name in (".github", "examples", "prompts.txt"):
+    for name in ("examples", "prompts.txt"):
         Path(name).symlink_to(HERE / name)
     lines = commands()
     assert len(lines) >= 8
@@ -137,12 +137,12 @@ def test_resume_and_adapter_of_the_readme(tmp_path, command):
 
 def test_own_reward_of_the_readme(tmp_path, command):
     """What a user copies first must run, count as much as its weight says, and tell two pictures apart."""
-    Path(".github").symlink_to(HERE / ".github")
+    Path("examples").symlink_to(HERE / "examples")
     flags, = re.findall(r"--reward \S*sharp\S*", README)
     assert command(*SMALL, *flags.split(), "--steps", "1", "--out", "run")[0] == 0
     row = rows_of(tmp_path / "run")[0]
-    assert 0 < row["reward/.github/sharp.py:sharpness"] < 1
-    assert row["reward"] == pytest.approx(row["reward/color"] + 5 * row["reward/.github/sharp.py:sharpness"])
+    assert 0 < row["reward/examples/sharp.py:sharpness"] < 1
+    assert row["reward"] == pytest.approx(row["reward/color"] + 5 * row["reward/examples/sharp.py:sharpness"])
     line, = re.findall(r"^python -c 'import grpo.*?'$", README, re.DOTALL | re.MULTILINE)
     noise = np.random.default_rng(0).integers(255, size=(40, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save("good.png")
@@ -190,7 +190,7 @@ def test_ends_and_the_curve(finished, tmp_path, monkeypatch, capsys):
     curve = load_module(FILES["curve.py"], "curve")
     lines = curve.plt.gca().lines
     assert [list(line.get_ydata()) for line in lines] == [rewards, rewards]
-    assert Image.open("curve.png").size == Image.open(HERE / ".github/curve.png").size
+    assert Image.open("curve.png").size == Image.open(HERE / "docs/curve.png").size
 
 def test_ends_of_a_run_with_another_reward(tmp_path, monkeypatch, capsys):
     """After a resume with another reward rows have other keys, which was a KeyError. A mean is over the rows that have it."""
@@ -206,7 +206,7 @@ def test_ends_of_a_run_with_another_reward(tmp_path, monkeypatch, capsys):
 
 def test_prices_of_the_readme():
     """The lines that a change costs are those of its diffs on the page of changes."""
-    changes = PAGES[HERE / ".github/changes.md"]
+    changes = PAGES[HERE / "docs/changes.md"]
     prices = {}
     for section in re.split(r"^## ", changes, flags=re.MULTILINE)[1:]:
         diffs = "".join(re.findall(r"^```diff\n(.*?)^```", section, re.DOTALL | re.MULTILINE))

@@ -26,7 +26,7 @@ def find_word(prompt):
     words = [word for word in re.findall(r"\w+", prompt.lower()) if word in NAMES]
     return NAMES.index(words[0]) if words else len(NAMES)
 
-class Toy(grpo.Wrapper):
+class Toy(grpo.PolicyWrapper):
     lora_layers = r"[13]"  # the two linear layers, by their names in `policy`
 
     def __init__(self, path, config):

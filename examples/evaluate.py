@@ -1,8 +1,7 @@
 """Did it get better? The adapters of a run draw prompts that were not trained. How do the rewards
 change, with a 95 % interval, and do the samples of a prompt still differ?
 
-    cp .github/evaluate.py .
-    python evaluate.py runs/mine --steps 0 20 --reward color,mine.py:bright
+    python -m examples.evaluate runs/mine --steps 0 20 --reward color,mine.py:bright
 Every score goes to evaluation.json in the folder of the run, and pictures to film.png."""
 import argparse, itertools, json, textwrap
 from pathlib import Path
@@ -76,7 +75,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Did it get better? See the top of this file.")
     parser.add_argument("run", type=Path, help="its folder")
     parser.add_argument("--steps", type=int, nargs="+", help="of adapters; without: all")
-    parser.add_argument("--prompts", default=".github/held_out.txt", help="%(default)s")
+    parser.add_argument("--prompts", default="examples/held_out.txt", help="%(default)s")
     parser.add_argument("--reward", help="as for grpo.py; without: that of the run")
     parser.add_argument("--samples", type=int, default=4, help="of each prompt")
     parser.add_argument("--seed", type=int, default=0)

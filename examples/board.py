@@ -1,7 +1,7 @@
 """A run for TensorBoard: its metrics, and its pictures at their steps.
 
     pip install tensorboard
-    python .github/board.py runs/mine
+    python -m examples.board runs/mine
     tensorboard --logdir runs
 
 For Weights & Biases put `wandb.init(sync_tensorboard=True)` first."""

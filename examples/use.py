@@ -1,7 +1,7 @@
 """Adapters of grpo.py in the stock pipeline draw bread.png. Name your own.
 
     pip install peft
-    python .github/use.py"""
+    python -m examples.use"""
 import diffusers, torch
 
 pipe = diffusers.GlmImagePipeline.from_pretrained("zai-org/GLM-Image", dtype=torch.bfloat16)

@@ -1,8 +1,7 @@
 """A logger on the command line: grpo.py with a hook, which sees each row of metrics and its images.
 It needs the diff "A hook for a logger" of changes.md in grpo.py, and takes the flags of grpo.py.
 
-    cp .github/hooked.py .
-    python hooked.py --model tiny"""
+    python -m examples.hooked"""
 import grpo
 
 def show(row, images):

@@ -1,7 +1,7 @@
 """Before and after: the first and the last pictures of a run on one sheet, with a word above each.
 
-    python .github/contact.py runs/mine sheet.png
-    python .github/contact.py runs/letters letters.png cat moon queen jazz apple fox house zebra
+    python -m examples.contact runs/mine sheet.png
+    python -m examples.contact runs/letters letters.png cat moon queen jazz apple fox house zebra
 
 Without words these are the colours that the first eight lines of prompts.txt name."""
 import re, sys

@@ -1,7 +1,7 @@
 """Both halves as they were trained, in the stock pipeline, draw fox.png. Name your own adapters.
 
     pip install peft
-    python .github/paint.py"""
+    python -m examples.paint"""
 import diffusers, peft, torch
 
 pipe = diffusers.GlmImagePipeline.from_pretrained("zai-org/GLM-Image", dtype=torch.bfloat16)

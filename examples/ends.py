@@ -1,6 +1,6 @@
 """Means of each reward of a run, over its first and its last five steps.
 
-    python .github/ends.py runs/mine"""
+    python -m examples.ends runs/mine"""
 import json, sys
 from statistics import mean
 

@@ -4,8 +4,7 @@ An action is a step of denoising. The pipeline's steps, Euler's, leave nothing t
 in some of them, and a drift that makes up for it, latents of the same distribution come out, and
 each such step has a log-prob, that of a Gaussian.
 
-    cp .github/flow.py .
-    AR_ADAPTER=runs/ar/adapter_00020 python flow.py --decode-steps 4 --kl-coef 0
+    AR_ADAPTER=runs/ar/adapter_00020 python -m examples.flow --decode-steps 4 --kl-coef 0
 
 The model is that of grpo.py, or any other folder of a pipeline: `--model examples/tiny-glm-image`.
 
@@ -52,8 +51,8 @@ def read_rank(folder):
     except (OSError, ValueError, KeyError) as error:
         raise grpo.BadInput(f"AR_ADAPTER={folder} holds no adapters: {error!r}")
 
-class Painter(grpo.Wrapper):
-    """The DiT as a Wrapper. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noise,
+class Painter(grpo.PolicyWrapper):
+    """A wrapper of the DiT. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noise,
     after each step with noise, finished. In place of nuclei it gives what they come from, `given`
     [N, 1 + K]: the number of the first step with noise, then the codes."""
     lora_layers = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"

@@ -1,8 +1,7 @@
 """Target pictures, white above and of a colour below, and targets.txt, the prompts that name them.
 
-    cp .github/targets.py .
-    python targets.py
-    python grpo.py --model tiny --reward mse --prompts targets.txt --group-size 16 --steps 100"""
+    python -m examples.targets
+    python grpo.py --reward mse --prompts targets.txt --group-size 16 --steps 100"""
 from PIL import Image
 import grpo
 

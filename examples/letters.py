@@ -5,8 +5,7 @@ GRPO begins, the painter is fitted to paint all letters, and the policy to copy 
 prompt: it gets about half of them right.
 
     pip install rapidocr onnxruntime
-    cp .github/letters.py .github/evaluate.py .
-    python letters.py --out runs/letters
+    python -m examples.letters --out runs/letters
 
 The flags are those of grpo.py; --model, --prompts and --reward have no meaning here."""
 import difflib, string, sys, unicodedata
@@ -77,7 +76,7 @@ def ocr(images, prompts, targets=None):
     return [compare(prompt.split('"')[1], read(image)) for image, prompt in zip(images, prompts)]
 
 if __name__ == "__main__":
-    from evaluate import evaluate, print_table  # not above: contact.py and honesty.py do without
+    from examples.evaluate import evaluate, print_table
     prompts = make_prompts(WORDS)
     rewards = {"ocr": (ocr, 1.0)}
     try:

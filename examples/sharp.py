@@ -1,6 +1,6 @@
 """A reward to begin with: how much neighbouring pixels differ. It shows how rewards are hacked.
 
-    python grpo.py --model tiny --steps 5 --reward .github/sharp.py:sharpness=5,color=1"""
+    python grpo.py --steps 5 --reward examples/sharp.py:sharpness=5,color=1"""
 from grpo import pil_to_tensor
 
 def sharpness(images, prompts, targets):

@@ -1,6 +1,6 @@
-"""A reward for flow.py on the toy: only an evenly painted picture in the right colour has 1.
+"""A reward for flow.py: only an evenly painted picture in the right colour has 1.
 
-    --reward .github/even.py:even"""
+    python -m examples.flow --reward examples/even.py:even"""
 import re
 from PIL import Image, ImageChops, ImageStat
 from grpo import COLORS

@@ -1,7 +1,7 @@
 """Rewards to copy; rewards.md says what each of them needs. They work from where they are, or from
 a copy that you change.
 
-    python grpo.py --reward .github/my_rewards.py:ocr --prompts words.txt"""
+    python grpo.py --reward examples/rewards.py:ocr --prompts words.txt"""
 import base64, difflib, functools, importlib, io, itertools, json, os, re, unicodedata
 import urllib.request, warnings
 import diffusers, huggingface_hub, numpy as np, torch, torch.nn.functional as F, transformers

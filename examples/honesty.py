@@ -1,14 +1,13 @@
 """What the reward gives for words that Pillow draws: right, misspelt, another word, none at all.
 
-    cp .github/letters.py .github/honesty.py .
-    python honesty.py"""
+    python -m examples.honesty"""
 import random, string
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
-from letters import KEPT_OUT, SIZE, WORDS, compare, draw_letter, read
+from examples.letters import KEPT_OUT, SIZE, WORDS, compare, draw_letter, read
 
 def draw_squares(word):
-    """As the toy paints it: a letter in each square."""
+    """As the small model paints: a letter in each square."""
     image = Image.new("RGB", (32 * SIZE, 32), "white")
     for i, letter in enumerate(word.upper()):
         image.paste(draw_letter(letter), (32 * i, 0))

@@ -1,7 +1,7 @@
 """The reward of each step, a curve for each run, into curve.png where the command is typed.
 
     pip install matplotlib
-    python .github/curve.py runs/seed0 runs/seed1"""
+    python -m examples.curve runs/seed0 runs/seed1"""
 import json, sys
 import matplotlib.pyplot as plt
 
@@ -13,5 +13,5 @@ for run in sys.argv[1:]:
     plt.plot(steps, rewards, label=run)
 plt.xlabel("step")
 plt.ylabel("reward")
-plt.legend()
+plt.legend(ncols=3)
 plt.savefig("curve.png", dpi=120)
