@@ -375,14 +375,15 @@ def test_adapters_that_do_not_fit_are_refused_before_anything_is_copied(tmp_path
     """peft's own alpha, the rank, came in at twice its strength; others were half copied."""
     lora = make_lora("a", "b")
     before = copy.deepcopy(lora.weights)
-    for name, change in dict(good={}, alpha=dict(lora_alpha=4), rank=dict(r=8, lora_alpha=16)).items():
+    for name, change in dict(good={}, alpha=dict(lora_alpha=4), rank=dict(r=8, lora_alpha=16),
+                             rslora=dict(use_rslora=True)).items():
         perturb(lora).save(tmp_path / name)
         path = tmp_path / name / "adapter_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
     for layers in ("a", "abc", "ac"):
         make_lora(*layers).save(tmp_path / layers)
     lora.load(before)
-    for name in ("alpha", "rank", "a", "abc", "ac", "missing"):
+    for name in ("alpha", "rank", "rslora", "a", "abc", "ac", "missing"):
         with pytest.raises(grpo.BadInput, match="--adapter"):
             lora.load(grpo.read_adapter(tmp_path / name, 4))
         assert all(torch.equal(weight, before[key]) for key, weight in lora.weights.items())

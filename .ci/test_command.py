@@ -265,12 +265,12 @@ def test_a_file_of_rewards_is_loaded_once_and_mse_has_its_targets(command, model
 
 def test_a_run_goes_on_with_its_own_settings_but_for_what_is_typed(command, model):
     """A notebook went on with a kl_coef of 0.01 where the run had 0, or with a mixture of two runs."""
-    flags = "--steps 1 --out run --temperature 0.7 --lr 1e-3 --kl-coef 0"
+    flags = "--steps 1 --out run --temperature 0.7 --lr 1e-3 --kl-coef 0 --group-size 3"  # not grpo.json's
     assert command(*model, *flags.split())[0] == 0
     saved = torch.load("run/checkpoint.pt", weights_only=True)["config"]
     assert saved["prompts"] is None and saved["temperature"] == 0.7  # None, so that a clone may be moved
     shutil.copy(HERE / "prompts.txt", "mine.txt")  # the same prompts
-    assert command(*"--resume run --prompts mine.txt --steps 2 --lr 5e-5".split())[0] == 0
+    assert command(*model, *"--resume run --prompts mine.txt --steps 2 --lr 5e-5".split())[0] == 0
     state = torch.load("run/checkpoint.pt", weights_only=True)
     assert state["config"] == saved | dict(prompts="mine.txt", steps=2, lr=5e-5, resume="run", out=None)
     assert state["optimizer"]["param_groups"][0]["lr"] == 5e-5 == grpo.Config.lr

@@ -147,7 +147,7 @@ def test_command(run, command):
 
 BAD = {
     "no run": ("nowhere", "holds no run"),
-    "no such step": ("run --prompts words.txt --steps 0 7", "adapters of steps [0, 1, 2]"),
+    "no such step": ("run --prompts words.txt --steps 0 7", "only has adapters for steps [0, 1, 2]"),
     "no such file": ("run --prompts gone.txt", "gone.txt"),
     "no such reward": ("run --prompts words.txt --reward lovely", "lovely"),
     "no such function": ("run --prompts words.txt --reward my.py:lovely", "my.py:lovely"),
@@ -168,7 +168,7 @@ def test_no_adapters(run, command, monkeypatch):
     monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", None)
     monkeypatch.setattr(Path, "glob", lambda *_: [])
     code, _, error = command("run", "--prompts", "words.txt")
-    assert code == 2 and error.endswith("has adapters of steps []\n")
+    assert code == 2 and error.endswith("only has adapters for steps []\n")
 
 def test_film():
     """Rows, columns and texts lie where they belong; a ninth prompt is left out; a wide picture is not stretched."""

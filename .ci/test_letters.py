@@ -29,7 +29,7 @@ def spell(*words):
     return torch.tensor([[0] * 245 + row for row in rows])
 
 def draw(word):
-    """A picture of this word by Pillow, of the size of the toy's pictures."""
+    """A picture of this word by Pillow, of the size of the model's pictures."""
     image = Image.new("RGB", (32 * letters.SIZE, 32), "white")
     for i, letter in enumerate(word):
         image.paste(letters.draw_letter(letter), (32 * i, 0))
@@ -42,7 +42,7 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", None)
 
 def test_words():
-    """A kept-out word that is also trained, or a word too long to be drawn, would make the table a lie."""
+    """A held-out word that is also trained, or a word too long to be drawn, would make the table wrong."""
     trained = letters.WORDS.split()
     kept_out = letters.KEPT_OUT.split()
     assert len(set(trained + kept_out)) == len(trained) + len(kept_out)
@@ -116,5 +116,5 @@ def test_it_learns(tmp_path):
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[:4]) / 4 < 0.6
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
-    before, after = map(float, re.findall(r"kept-out words, \w+ +(\S+)", output)[:2])
+    before, after = map(float, re.findall(r"held-out words, \w+ +(\S+)", output)[:2])
     assert after > before

@@ -6,14 +6,14 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
 
 HERE = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(HERE)]
+sys.path[:0] = [str(HERE), str(HERE / ".ci")]
 
 import diffusers, pytest, torch, transformers
 import numpy as np
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-import grpo, test_grpo
+import grpo, patches, test_grpo
 from examples.make_tiny import make_models
 
 torch.set_num_threads(1)  # other tests run beside these
@@ -158,7 +158,7 @@ def test_commands_of_rewards(tmp_path, command):
     Path("examples/sharp.py").write_text(FILES["sharp.py"])
     load_module(FILES["targets.py"], "targets")
     write_words(tmp_path)
-    told = REWARDS + FILES["rewards.py"] + FILES["targets.py"]
+    told = (REWARDS + FILES["rewards.py"] + FILES["targets.py"]).replace("\\\n", "")  # a command may go on
     lines = sorted({line.strip('" ') for line in re.findall(r"python grpo\.py\b([^`#\n]*)", told)})
     assert len(lines) == 7
     for i, line in enumerate(lines):
@@ -258,7 +258,7 @@ def test_ocr_scores_of_words_txt(gallery, reads, tmp_path):
 def test_ocr_without_quotes(gallery, monkeypatch):
     """It gives 0, says so, and needs no package for it."""
     monkeypatch.setitem(sys.modules, "rapidocr", None)
-    with pytest.warns(UserWarning, match="ocr gives 0, as this prompt quotes no words: "):
+    with pytest.warns(UserWarning, match="ocr returns 0, because this prompt quotes no words: "):
         assert gallery.ocr(PAIR, ["a fox", 'nothing: ""']) == [0, 0]
 
 PHRASES = [  # prompt, phrases, is there a warning?
@@ -276,7 +276,7 @@ def test_apostrophes_are_no_quotes(gallery, prompt, phrases, warns):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert gallery.find_phrases(prompt) == phrases
-    assert [str(warning.message)[:29] for warning in caught] == ["the painter takes apostrophes"] * warns
+    assert [str(warning.message)[:27] for warning in caught] == ["GLM-Image takes apostrophes"] * warns
     painted = diffusers.GlmImagePipeline.get_glyph_texts(None, prompt)[0]
     assert warns == (sorted(painted) != sorted(phrases))
 
@@ -434,14 +434,74 @@ CHANGED = read_changes()
 
 NOT_ALL = {"all but CISPO": ["CISPO"], "all but clip-higher": ["Clip-higher"]}  # these two change the same line
 
-def make_changed(*headings):
-    """grpo.py with these changes, as a module."""
+def change_code(*headings):
+    """The text of grpo.py with these changes."""
     code = (HERE / "grpo.py").read_text()
     for heading in headings:
         for before, after in CHANGED[heading]:
             assert code.count(before) == 1, f"{heading}: these lines are not in grpo.py, or twice:\n{before}"
             code = code.replace(before, after)
-    return load_module(code, "changed")
+    return code
+
+def make_changed(*headings):
+    """grpo.py with these changes, as a module."""
+    return load_module(change_code(*headings), "changed")
+
+def commands_of(heading):
+    """The first two lines of the block of commands of a change: `git apply`, and pytest or None."""
+    section = CHANGES.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    block = re.search(r"^```bash\n(git apply .*?)^```", section, re.DOTALL | re.MULTILINE)[1]
+    apply, *rest = block.replace("\\\n", "").splitlines()
+    return apply, *(rest or [None])
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """clone(*headings, undo=False): their `git apply`, as the page types it, in a fresh repository -> its grpo.py."""
+    if not shutil.which("git"):
+        pytest.skip("there is no git")
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    shutil.copytree(HERE / "examples/changes", tmp_path / "examples/changes")
+    shutil.copy(HERE / "grpo.py", tmp_path)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+
+    def apply(*headings, undo=False):
+        for heading in headings:
+            argv = [*commands_of(heading)[0].split(), *["-R"] * undo]
+            done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+            assert done.returncode == 0, (heading, done.stderr)
+        return (tmp_path / "grpo.py").read_text()
+
+    return apply
+
+def test_patches_are_those_of_the_page():
+    """Every change has a file, no file is left over, and each is what .ci/patches.py makes of the page."""
+    made = patches.make_patches(CHANGES, (HERE / "grpo.py").read_text())
+    assert {path.name: path.read_text() for path in (HERE / "examples/changes").iterdir()} == made
+    assert list(made) == [Path(commands_of(heading)[0]).name for heading in CHANGED]
+    assert sorted(made) == [f"{name}.patch" for name in (
+        "cispo", "clip_higher", "dr_grpo", "dynamic_sampling", "entropy", "frac_zero_std", "gspo", "hook")]
+
+@pytest.mark.parametrize("heading", CHANGED)
+def test_each_patch_applies_alone(clone, heading):
+    """`git apply` gives what the page's diff gives; -R, which the page names, gives grpo.py back."""
+    assert clone(heading) == change_code(heading)
+    assert clone(heading, undo=True) == (HERE / "grpo.py").read_text()
+
+@pytest.mark.parametrize("heading", NOT_ALL)
+def test_patches_apply_together(clone, heading):
+    """In the page's order and in the reverse one, and undone in the order in which they came."""
+    headings = [other for other in CHANGED if other not in NOT_ALL[heading]]
+    assert clone(*headings) == change_code(*headings)
+    assert clone(*headings, undo=True) == (HERE / "grpo.py").read_text()
+    assert clone(*headings[::-1]) == change_code(*headings)
+
+def test_clip_higher_and_cispo_exclude_each_other(clone):
+    """As the page says; git refuses the second one and leaves the file as it is."""
+    clone("Clip-higher")
+    with pytest.raises(AssertionError, match="patch does not apply"):
+        clone("CISPO")
+    assert clone() == change_code("Clip-higher")
 
 @pytest.mark.parametrize("heading", [*CHANGED, *NOT_ALL])
 def test_each_change_applies_and_trains(tmp_path, heading):
@@ -476,6 +536,17 @@ def test_the_table_of_changes():
         assert lines == price(added, removed), heading
     for name in re.findall(r"`(test_\w+)`", CHANGES):
         assert hasattr(test_grpo, name), name  # what fails by design is there to fail
+
+def test_commands_leave_out_what_fails_by_design():
+    """The -k of a change is of the table's names; as it takes parts of names, no other test may have them in its own."""
+    tests = [name for name in vars(test_grpo) if name.startswith("test_")]
+    for (*_, cell), heading in zip(table(CHANGES, "| change | lines |"), CHANGED):
+        names = re.findall(r"`(\w+)`", cell)
+        assert names or cell == "none"
+        told = commands_of(heading)[1]
+        listed = names[0] if len(names) == 1 else f"({' or '.join(names)})"
+        assert " ".join((told or "").split()) == (f'python -m pytest -q -k "not {listed}"' if names else ""), heading
+        assert sorted(names) == sorted(name for name in tests if any(part in name for part in names))
 
 def test_gspo_and_cispo_by_hand():
     """GSPO's ratio is the geometric mean of a row; in CISPO a clipped token keeps its gradient, of bounded weight."""
@@ -564,10 +635,13 @@ def test_notebook(tmp_path, monkeypatch):
     assert 0 < row["reward/bright"] < 1 and "kl" not in row
     with pytest.raises(grpo.BadInput, match="runs/mine"):
         load_module(first, "again")
-    exec(code_of(CHANGES, "Continue a run").replace("--steps 20", "--steps 3 --save-every 3"), vars(notebook))
+    typed = re.search(r"\*\*Continue a run\*\* [^*]*?`(parse_args\(.*?\))`", CHANGES)[1]
+    assert "--resume runs/mine --steps 20" in typed
+    again = re.sub(r"\bparse_args\(.*", typed.replace("--steps 20", "--steps 3 --save-every 3"), first)
+    exec(again, vars(notebook))
     rows = rows_of(tmp_path / "runs/mine")
     assert [row["step"] for row in rows] == [1, 2, 3] and all("kl" not in row for row in rows)
-    drawn = load_module(code_of(CHANGES, "Draw with adapters").replace("00010", "00003"), "drawn")
+    drawn = load_module(code_of(CHANGES, "Generate images from saved adapters").replace("00010", "00003"), "drawn")
     assert [Image.open(f"drawn{i}.png").size for i in range(4)] == [(128, 128)] * 4
     saved = torch.load("runs/mine/checkpoint.pt")["adapter"]
     assert all(weight.any() and torch.equal(weight, saved[name]) for name, weight in drawn.lora.weights.items())

@@ -260,7 +260,7 @@ FLOW = f"{SMALL} --prompts p.txt --decode-steps 4 --kl-coef 0 "
 
 @pytest.mark.parametrize("flags, message", [
     ("--kl-coef 0.01", "--kl_coef must be 0"), ("--decode-steps 1", "--decode_steps must be at least 2"),
-    ("", "AR_ADAPTER=no holds no adapters")])
+    ("", "AR_ADAPTER=no contains no adapter")])
 def test_settings_that_the_painter_refuses(run_flow, monkeypatch, capsys, flags, message):
     """A KL that does nothing, steps or adapters that are not there: one line, before a model is loaded, and no file."""
     monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", None)

@@ -1,10 +1,10 @@
-"""A run for TensorBoard: its metrics, and its pictures at their steps.
+"""Writes a run's metrics and sample images for TensorBoard.
 
     pip install tensorboard
     python -m examples.board runs/mine
     tensorboard --logdir runs
 
-For Weights & Biases put `wandb.init(sync_tensorboard=True)` first."""
+For Weights & Biases, call `wandb.init(sync_tensorboard=True)` first."""
 import json, pathlib, sys
 import numpy as np
 from PIL import Image

@@ -1,17 +1,17 @@
-"""Before and after: the first and the last pictures of a run on one sheet, with a word above each.
+"""Puts a run's first and last sample images on one sheet, with a word above each.
 
     python -m examples.contact runs/mine sheet.png
     python -m examples.contact runs/letters letters.png cat moon queen jazz apple fox house zebra
 
-Without words these are the colours that the first eight lines of prompts.txt name."""
+The default words are the colours of the first eight prompts in prompts.txt."""
 import re, sys
 from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
-WIDTH = 1200  # of the sheet; GitHub shows it 900 wide
-LEFT = 96  # for "before" and "after"
-GAP = 10  # between pictures
-LINE = 40  # a line of words
+WIDTH = 1200  # of the sheet; GitHub scales it down to 900
+LEFT = 96  # margin for "before" and "after"
+GAP = 10  # between images
+LINE = 40  # height of a line of words
 COLORS = r"\b(red|orange|yellow|green|blue|purple|white|black)\b"
 
 folder, sheet_name, *words = sys.argv[1:]
@@ -19,13 +19,13 @@ if not words:
     prompts = [line for line in open("prompts.txt") if line.strip() and line[0] != "#"]
     words = [re.search(COLORS, prompt.lower())[0] for prompt in prompts[:8]]
 samples = sorted(Path(folder).glob("samples_*.png"))
-strips = [Image.open(samples[0]), Image.open(samples[-1])]  # the pictures, side by side
+strips = [Image.open(samples[0]), Image.open(samples[-1])]  # each has its images side by side
 w = strips[0].width // len(words)
 h = strips[0].height
-columns = 8 if w < 2 * h else 4  # wide pictures fill two rows
+columns = 8 if w < 2 * h else 4  # wide images go into two rows
 W = (WIDTH - LEFT) // columns - GAP
 H = W * h // w
-block = LINE + 2 * (H + GAP) + GAP  # words, a row before, a row after
+block = LINE + 2 * (H + GAP) + GAP  # words, the row before, the row after
 sheet = Image.new("RGB", (WIDTH, len(words) // columns * block), "white")
 draw = ImageDraw.Draw(sheet)
 font = ImageFont.load_default(size=25)
@@ -37,7 +37,7 @@ for i, word in enumerate(words):
         y = top + LINE + row * (H + GAP)
         picture = strip.crop((i * w, 0, (i + 1) * w, h)).resize((W, H), Image.LANCZOS)
         sheet.paste(picture, (x, y))
-        draw.rectangle((x - 1, y - 1, x + W, y + H), outline="lightgray")  # of white pictures too
+        draw.rectangle((x - 1, y - 1, x + W, y + H), outline="lightgray")  # shows white images
         if x == LEFT:
             draw.text((LEFT - 12, y + H / 2), name, "black", font, anchor="rm")
 sheet.save(sheet_name)

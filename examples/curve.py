@@ -1,4 +1,4 @@
-"""The reward of each step, a curve for each run, into curve.png where the command is typed.
+"""Plots the reward of each run by step, to curve.png in the current folder.
 
     pip install matplotlib
     python -m examples.curve runs/seed0 runs/seed1"""

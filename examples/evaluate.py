@@ -1,8 +1,8 @@
-"""Did it get better? The adapters of a run draw prompts that were not trained. How do the rewards
-change, with a 95 % interval, and do the samples of a prompt still differ?
+"""Evaluates a run's saved adapters on held-out prompts: how much each reward changes, with a 95 %
+interval, and how much the samples of a prompt still differ.
 
     python -m examples.evaluate runs/mine --steps 0 20 --reward color,mine.py:bright
-Every score goes to evaluation.json in the folder of the run, and pictures to film.png."""
+Writes evaluation.json, with every score, and film.png, a grid of images, to the run's folder."""
 import argparse, itertools, json, textwrap
 from pathlib import Path
 import numpy as np
@@ -10,9 +10,9 @@ from PIL import Image, ImageChops, ImageDraw, ImageFont, ImageOps
 import grpo
 
 def evaluate(wrapper, lora, adapters, prompts, targets, rewards, samples=4, seed=0):
-    """Yields for each folder of adapters what `measure` says of each prompt, and its first picture.
-    All get the same seeds: luck is the same for all, and what differs is the adapters' doing."""
-    seeds = [10**9 + seed * len(prompts) + i for i in range(len(prompts))]  # not those of training
+    """For each adapter folder, yields `measure` of each prompt, and the first image of each prompt.
+    All adapters use the same seeds, so only the adapters make a difference."""
+    seeds = [10**9 + seed * len(prompts) + i for i in range(len(prompts))]  # not used in training
     for adapter in adapters:
         lora.load(grpo.read_adapter(adapter, lora.config["r"]))
         drawn = wrapper.generate_with_tracking(prompts, samples, seeds)
@@ -22,7 +22,7 @@ def evaluate(wrapper, lora, adapters, prompts, targets, rewards, samples=4, seed
         yield rows, drawn.images[::samples]
 
 def measure(group, target, rewards):
-    """The rewards of each sample of a prompt, and how much each two of them differ, 0..1."""
+    """The rewards of each sample of a prompt, and how much each pair of samples differs, 0..1."""
     images = group.images
     n = len(images)
     measures = {}
@@ -30,7 +30,7 @@ def measure(group, target, rewards):
         reward = {name: (function, 1)}
         scores, _ = grpo.compute_rewards(images, group.prompts, [target] * n, reward)
         measures[name] = scores.tolist()
-    large = images[0].width // 32 * (images[0].height // 32)  # codes, after those of the draft
+    large = images[0].width // 32 * (images[0].height // 32)  # codes after the draft
     codes = group.tokens[:, -large:].numpy()
     measures["codes differ"] = [np.mean(a != b) for a, b in itertools.combinations(codes, 2)]
     measures["pixels differ"] = [np.mean(ImageChops.difference(a, b)) / 255
@@ -38,16 +38,16 @@ def measure(group, target, rewards):
     return measures
 
 def find_interval(changes):
-    """Of their mean, by the bootstrap over prompts: the images of a prompt are not independent."""
+    """95 % interval of their mean, by bootstrap over prompts: images of one are not independent."""
     drawn = np.random.default_rng(0).choice(changes, (10_000, len(changes)))
     return np.quantile(drawn.mean(1), [0.025, 0.975])
 
 def print_table(labels, results):
-    """The mean of each measure, its change since the first row, and in how many prompts it rose."""
+    """Each measure: mean, change since the first row, and the share of prompts where it rose."""
     n = len(results[0])
     print(f"{n} prompts")
     if n < 12:
-        print("Of fewer than 12 prompts the intervals are too narrow: take more.")
+        print("Warning: with fewer than 12 prompts the intervals are too narrow. Use more.")
     for name in results[0][0]:
         print(f"\n{name:32} mean  change   95 % interval    rose in")
         means = [np.array([np.mean(row[name]) for row in rows]) for rows in results]  # [P] each
@@ -58,7 +58,7 @@ def print_table(labels, results):
                   f"{low:+.3f} .. {high:+.3f}  {np.mean(changes > 0):6.0%}")
 
 def draw_film(labels, pictures, prompts):
-    """A row for each adapter, a column for each of the first eight prompts, with the same seed."""
+    """A grid of images: a row per adapter, a column per prompt (the first eight), equal seeds."""
     rows = [["", *prompts[:8]]] + [[label, *row[:8]] for label, row in zip(labels, pictures)]
     film = Image.new("RGB", (200 * len(rows[0]), 200 * len(rows)), "white")
     font = ImageFont.load_default(size=22)
@@ -72,26 +72,26 @@ def draw_film(labels, pictures, prompts):
     return film
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Did it get better? See the top of this file.")
-    parser.add_argument("run", type=Path, help="its folder")
-    parser.add_argument("--steps", type=int, nargs="+", help="of adapters; without: all")
-    parser.add_argument("--prompts", default="examples/held_out.txt", help="%(default)s")
-    parser.add_argument("--reward", help="as for grpo.py; without: that of the run")
-    parser.add_argument("--samples", type=int, default=4, help="of each prompt")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description="Evaluates a run's adapters on held-out prompts.")
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--steps", type=int, nargs="+", help="steps of the adapters; default: all")
+    parser.add_argument("--prompts", default="examples/held_out.txt", help="%(default)s by default")
+    parser.add_argument("--reward", help="as for grpo.py; default: the run's own")
+    parser.add_argument("--samples", type=int, default=4, help="samples per prompt; default: 4")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the samples; default: 0")
     typed = parser.parse_args()
-    try:  # all that can be wrong is found before a model is loaded
+    try:  # check all input before loading a model
         config = grpo.parse_args(["--resume", str(typed.run)])
         prompts, targets = grpo.load_prompts(typed.prompts)
         rewards = grpo.load_rewards(typed.reward or config.reward)
-        config.adapter = config.resume = None  # this is no run
+        config.adapter = config.resume = None  # this is not a training run
         grpo.check_before_loading(config, prompts, targets, rewards)
         adapters = {int(path.name[8:]): path for path in sorted(typed.run.glob("adapter_[0-9]*"))}
         steps = typed.steps or list(adapters)
         if not steps or not set(steps) <= adapters.keys():
-            raise grpo.BadInput(f"{typed.run} has adapters of steps {list(adapters)}")
+            raise grpo.BadInput(f"{typed.run} only has adapters for steps {list(adapters)}")
         if typed.samples < 2:
-            raise grpo.BadInput("--samples: 2 at least, to see how much they differ")
+            raise grpo.BadInput("--samples: must be at least 2, to compare them")
     except grpo.BadInput as error:
         parser.exit(2, f"evaluate.py: error: {' '.join(str(error).split())}\n")
     wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
@@ -100,9 +100,9 @@ if __name__ == "__main__":
                                       prompts, targets, rewards, typed.samples, typed.seed))
     labels = [f"step {step}" for step in steps]
     print_table(labels, results)
-    number = next(n for n in ["", *range(2, 1000)]  # what an earlier evaluation wrote stays
+    number = next(n for n in ["", *range(2, 1000)]  # keep the files of earlier evaluations
                   if not Path(typed.run, f"evaluation{n}.json").exists())
     Path(typed.run, f"evaluation{number}.json").write_text(json.dumps(dict(
         steps=steps, prompts=prompts, samples=typed.samples, seed=typed.seed, results=results)))
     draw_film(labels, pictures, prompts).save(Path(typed.run, f"film{number}.png"))
-    print(f"\nin {typed.run}: evaluation{number}.json, with every score, and film{number}.png")
+    print(f"\nWrote evaluation{number}.json, with every score, and film{number}.png to {typed.run}")

@@ -1,4 +1,4 @@
-"""A reward for flow.py: only an evenly painted picture in the right colour has 1.
+"""A reward for flow.py. It is 1 only for an image that is evenly of the right colour.
 
     python -m examples.flow --reward examples/even.py:even"""
 import re
@@ -6,7 +6,7 @@ from PIL import Image, ImageChops, ImageStat
 from grpo import COLORS
 
 def even(images, prompts, targets):
-    """1 - |colour - the first colour that the prompt names|, the mean over all pixels."""
+    """1 - |pixel colour - first colour named in the prompt|, averaged over all pixels."""
     scores = []
     for image, prompt in zip(images, prompts):
         name = re.search(rf"\b({'|'.join(COLORS)})\b", prompt.lower())[0]

@@ -1,14 +1,14 @@
-"""Flow-GRPO (arXiv 2505.05470): the trainer of grpo.py, with GLM-Image's painter as the policy.
+"""Flow-GRPO (arXiv 2505.05470): the trainer of grpo.py, with GLM-Image's DiT as the policy.
 
-An action is a step of denoising. The pipeline's steps, Euler's, leave nothing to chance. With noise
-in some of them, and a drift that makes up for it, latents of the same distribution come out, and
-each such step has a log-prob, that of a Gaussian.
+An action is a denoising step. The pipeline's Euler steps are deterministic. Here some steps add
+noise, and a drift that compensates for it. The latents keep the same distribution, and each noisy
+step has a log-prob, that of a Gaussian.
 
     AR_ADAPTER=runs/ar/adapter_00020 python -m examples.flow --decode-steps 4 --kl-coef 0
 
-The model is that of grpo.py, or any other folder of a pipeline: `--model examples/tiny-glm-image`.
+The model is that of grpo.py, or any other pipeline folder: `--model examples/tiny-glm-image`.
 
-Axes: N = P * G samples, B of them in a micro-batch; W steps with noise; latents [C, h, w].
+Axes: N = P * G samples, B of them per micro-batch; W noisy steps; latents [C, h, w].
 """
 import json, math, os
 from pathlib import Path
@@ -18,30 +18,30 @@ from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
 import grpo
 from grpo import DEVICE
 
-NOISE_LEVEL = 0.7  # "a" of the paper: how far the pictures of a group differ
-WINDOW = 2  # W: so many steps of a picture have noise and are trained
-AR_ADAPTER = os.environ.get("AR_ADAPTER")  # folder of an adapter for the half that draws, or None
+NOISE_LEVEL = 0.7  # "a" in the paper: how much the images of a group differ
+WINDOW = 2  # W: the number of denoising steps that have noise and are trained
+AR_ADAPTER = os.environ.get("AR_ADAPTER")  # adapter folder for the AR half, or None
 
 def denoise(latents, velocity, sigma, next_sigma, noise_level):
-    """A step -> mean [B, C, h, w] and std of the next latents. Latents are (1 - sigma) * image +
-    sigma * noise, a velocity is noise - image. At level 0 the mean is Euler's step, the std 0."""
+    """One step -> mean [B, C, h, w] and std of the next latents. Latents are (1 - sigma) * image +
+    sigma * noise; velocity is noise - image. At level 0 this is an Euler step, and the std is 0."""
     dt = next_sigma - sigma  # negative
-    rest = 1 - sigma if sigma < 1 else 1 - next_sigma  # the first sigma is 1: no division by 0
+    rest = 1 - sigma if sigma < 1 else 1 - next_sigma  # the first sigma is 1: avoids division by 0
     scale = noise_level * (sigma / rest) ** 0.5
     drift = scale**2 / (2 * sigma)
     mean = latents * (1 + drift * dt) + velocity * (1 + drift * (1 - sigma)) * dt
     return mean, scale * (-dt) ** 0.5
 
 def score(latents, mean, std):
-    """Log-prob of a step [B], a mean over pixels: with their sum any ratio is 0 or infinite."""
+    """Log-prob of a step [B], a mean over pixels: with a sum, ratios would be 0 or infinite."""
     return torch.distributions.Normal(mean, std).log_prob(latents).mean(dim=(1, 2, 3))
 
 def check(config):
-    """What can be known to fail before a model is loaded. `main` prints a BadInput in one line."""
+    """Checks settings before a model is loaded. `main` prints a BadInput on one line."""
     if config.decode_steps < WINDOW:
-        raise grpo.BadInput(f"--decode_steps must be at least {WINDOW}, the steps with noise")
+        raise grpo.BadInput(f"--decode_steps must be at least {WINDOW}, the number of noisy steps")
     if config.kl_coef > 0:
-        raise grpo.BadInput("--kl_coef must be 0: k3 of a mean over pixels is next to nothing")
+        raise grpo.BadInput("--kl_coef must be 0: k3 is negligible for means over pixels")
     if AR_ADAPTER:
         grpo.read_adapter(AR_ADAPTER, read_rank(AR_ADAPTER))
 
@@ -49,21 +49,21 @@ def read_rank(folder):
     try:
         return json.loads(Path(folder, "adapter_config.json").read_text())["r"]
     except (OSError, ValueError, KeyError) as error:
-        raise grpo.BadInput(f"AR_ADAPTER={folder} holds no adapters: {error!r}")
+        raise grpo.BadInput(f"AR_ADAPTER={folder} contains no adapter: {error!r}")
 
 class Painter(grpo.PolicyWrapper):
-    """A wrapper of the DiT. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noise,
-    after each step with noise, finished. In place of nuclei it gives what they come from, `given`
-    [N, 1 + K]: the number of the first step with noise, then the codes."""
+    """A wrapper of the DiT. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noisy
+    step, after each noisy step, and at the end. In place of nuclei it returns the conditions,
+    `given` [N, 1 + K]: the index of the first noisy step, then the codes."""
     lora_layers = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
 
     def __init__(self, ar):
-        self.ar = ar  # the wrapper of grpo.py: it draws, and is frozen
+        self.ar = ar  # the wrapper of grpo.py: it samples tokens, and is frozen
         self.pipe = ar.pipe
         self.config = config = ar.config
         self.policy = ar.pipe.transformer
         self.policy.enable_gradient_checkpointing()
-        # A micro-batch has one prompt: of two, the DiT would see the padding of the shorter glyphs.
+        # A micro-batch has one prompt: with two, the DiT would see the shorter glyphs' padding.
         config.micro_batch_size = math.gcd(config.micro_batch_size, config.group_size)
         self.set_schedule()
 
@@ -78,20 +78,20 @@ class Painter(grpo.PolicyWrapper):
         return cls(ar)
 
     def set_schedule(self):
-        """Times and sigmas as the pipeline sets them. The trap: for a large image the sigmas, by
-        which latents go, are shifted; the times, which the DiT is told, are not."""
+        """Times and sigmas as the pipeline sets them. A trap: for large images the sigmas, which
+        step the latents, are shifted; the times, which are inputs of the DiT, are not."""
         scheduler = self.pipe.scheduler
         own = scheduler.config
-        patches = self.config.height * self.config.width // 256  # of the DiT
+        patches = self.config.height * self.config.width // 256  # patches of the DiT
         shift = calculate_shift(patches, own.base_image_seq_len, own.base_shift, own.max_shift)
         last = own.num_train_timesteps
         times = np.linspace(last, 1, self.config.decode_steps + 1)[:-1].astype(int)
         scheduler.set_timesteps(timesteps=times, sigmas=times / last, mu=shift)
-        self.times = scheduler.timesteps.tolist()  # of each step
-        self.sigmas = scheduler.sigmas.tolist()  # before each step, and 0 after the last
+        self.times = scheduler.timesteps.tolist()  # one per step
+        self.sigmas = scheduler.sigmas.tolist()  # one before each step, and 0 at the end
 
     def call_dit(self, latents, i, glyphs, codes, drop):
-        """-> the velocity at step i [B, C, h, w], fp32; drop: as if there were no codes."""
+        """-> the velocity at step i [B, C, h, w], fp32. `drop` ignores the codes."""
         B = len(latents)
         size = torch.tensor([[self.config.height, self.config.width]] * B).to(glyphs)
         output = self.policy(
@@ -104,8 +104,8 @@ class Painter(grpo.PolicyWrapper):
         return output.sample.float()
 
     def predict(self, latents, i, text, codes, noise_level):
-        """Step i of THE policy, one definition for sampler and trainer -> mean, std."""
-        glyphs, no_glyphs = text  # encoded: the letters of words in quotes, to be painted; none
+        """Step i of the policy; sampler and trainer share this definition -> mean, std."""
+        glyphs, no_glyphs = text  # encodings of the quoted text, and of no text
         velocity = self.call_dit(latents, i, glyphs, codes, drop=False)
         if self.config.guidance > 1:
             base = self.call_dit(latents, i, no_glyphs, codes, drop=True)
@@ -114,13 +114,13 @@ class Painter(grpo.PolicyWrapper):
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
-        """P prompts, a seed for each group -> latents, logprobs [N, W], what they come from. All of
-        a group have their codes and first noise in common: rewards differ by the painting alone."""
+        """P prompts, a seed per group -> latents, logprobs [N, W], given. A group shares its codes
+        and its initial noise: its rewards differ only because of the denoising."""
         tokens, _, _ = self.ar.sample(prompts, 1, seeds)
         self.ar.move_to_gpu(self.ar.dit)
         h = self.config.height // 32
         w = self.config.width // 32
-        large = tokens[:, -h * w:].view(-1, h, w)  # without the draft, which is not painted
+        large = tokens[:, -h * w:].view(-1, h, w)  # without the draft, which is not decoded
         codes = torch.kron(large, large.new_ones(1, 2, 2)).flatten(1)  # [P, K]
         samples = []
         for prompt, row, seed in zip(prompts, codes, self.pipe.progress_bar(seeds)):
@@ -128,11 +128,11 @@ class Painter(grpo.PolicyWrapper):
         return [torch.cat(parts) for parts in zip(*samples)]
 
     def sample_group(self, prompt, codes, seed):
-        """All chance comes from the seed: the first noise, where the window begins, its noise."""
-        rng = torch.Generator().manual_seed(~seed)  # as in grpo.py, tokens have other numbers
+        """The seed decides all that is random: initial noise, start of the window, its noise."""
+        rng = torch.Generator().manual_seed(~seed)  # as in grpo.py, unlike the tokens' seed
         shape = self.policy.config.in_channels, self.config.height // 8, self.config.width // 8
-        first = torch.randn(1, *shape, generator=rng)  # as the pipeline draws it
-        latest = max(self.config.decode_steps // 2 - WINDOW, 0)  # early steps decide the most
+        first = torch.randn(1, *shape, generator=rng)  # as in the pipeline
+        latest = max(self.config.decode_steps // 2 - WINDOW, 0)  # early steps matter most
         start = torch.randint(latest + 1, (1, 1), generator=rng)
         noise = torch.randn(len(codes), WINDOW, *shape, generator=rng)
         start = start.to(codes).repeat(len(codes), 1)
@@ -143,7 +143,7 @@ class Painter(grpo.PolicyWrapper):
             yield path.cpu(), logprobs.cpu(), part
 
     def paint(self, prompt, latents, noise, given):
-        """From the first noise to finished latents -> those to keep, logprobs [B, W]."""
+        """Denoises from the initial noise -> latents to keep, logprobs [B, W]."""
         text = self.pipe.encode_prompt(prompt, self.config.guidance > 1)
         start = given[0, 0].item()
         codes = given[:, 1:].to(DEVICE)
@@ -163,7 +163,7 @@ class Painter(grpo.PolicyWrapper):
         return torch.stack(kept, dim=1), torch.stack(logprobs, dim=1)
 
     def compute_logprobs(self, rollout):
-        """The steps with noise once more -> log-probs with a gradient, entropy [B, W]."""
+        """Repeats the noisy steps -> log-probs with a gradient, entropy [B, W]."""
         self.ar.move_to_gpu(self.ar.dit)
         text = self.pipe.encode_prompt(rollout.prompts[0], self.config.guidance > 1)
         start = rollout.nuclei[0, 0].item()
@@ -174,11 +174,11 @@ class Painter(grpo.PolicyWrapper):
             mean, std = self.predict(latents[:, k], start + k, text, codes, NOISE_LEVEL)
             logprobs.append(score(latents[:, k + 1], mean, std))
         logprobs = torch.stack(logprobs, dim=1)
-        return logprobs, -logprobs.detach()  # the std is given: an entropy that is not learned
+        return logprobs, -logprobs.detach()  # the std is fixed: entropy is not learned
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
-        """Only the VAE is left to do."""
+        """The latents are finished: only the VAE is applied."""
         self.ar.move_to_gpu(self.ar.dit)
         vae = self.pipe.vae
         images = []
@@ -190,8 +190,8 @@ class Painter(grpo.PolicyWrapper):
         return images
 
     def generate_with_tracking(self, prompts, group_size, seeds):
-        """Samples and their images. One picture a prompt is for the log, and has no noise: the
-        pipeline paints it, as for its users."""
+        """Samples and their images. With one image per prompt it is for the log, and the pipeline
+        draws it without added noise, as for its users."""
         if group_size == 1:
             return self.ar.generate_with_tracking(prompts, 1, seeds)
         path, logprobs, given = self.sample(prompts, group_size, seeds)

@@ -1,4 +1,4 @@
-"""What the reward gives for words that Pillow draws: right, misspelt, another word, none at all.
+"""Rewards for words drawn by Pillow: the right word, misspellings, another word, and noise.
 
     python -m examples.honesty"""
 import random, string
@@ -7,14 +7,14 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from examples.letters import KEPT_OUT, SIZE, WORDS, compare, draw_letter, read
 
 def draw_squares(word):
-    """As the small model paints: a letter in each square."""
+    """As the small model of letters.py draws: one letter per square."""
     image = Image.new("RGB", (32 * SIZE, 32), "white")
     for i, letter in enumerate(word.upper()):
         image.paste(draw_letter(letter), (32 * i, 0))
     return image
 
 def draw_line(word):
-    """As print has it: small letters, close together."""
+    """As in print: small letters, close together."""
     image = Image.new("RGB", (32 * SIZE, 32), "white")
     font = ImageFont.load_default(size=28)
     ImageDraw.Draw(image).text((80, 16), word, "black", font, anchor="mm")
@@ -24,7 +24,7 @@ def draw_blurred(word):
     return draw_line(word).filter(ImageFilter.GaussianBlur(4))
 
 def misspell(word, wrong):
-    """So many letters, at random places, become others."""
+    """Replaces this number of letters, at random places."""
     letters = list(word)
     for i in random.sample(range(len(word)), wrong):
         letters[i] = random.choice(string.ascii_lowercase.replace(word[i], ""))
@@ -38,7 +38,7 @@ kinds = {
     "two letters wrong": [misspell(word, 2) for word in words],
     "another word": words[1:] + words[:1],
     "random letters": [misspell(word, len(word)) for word in words]}
-print(f"{'drawn':22} reward, reward of a perfect reader, read as drawn, read as wanted")
+print(f"{'drawn':22} reward, reward of a perfect reader, read as drawn, read as requested")
 for draw in (draw_squares, draw_line, draw_blurred):
     print(f"{draw.__name__}: {len(words)} pictures of each kind")
     for kind, drawn in kinds.items():
@@ -51,4 +51,4 @@ for draw in (draw_squares, draw_line, draw_blurred):
 noise = np.random.default_rng(0).integers(256, size=(len(words), 32, 32 * SIZE, 3), dtype="uint8")
 seen = [read(Image.fromarray(pixels)) for pixels in noise]
 rewards = [compare(word, text) for word, text in zip(words, seen)]
-print(f"noise: {np.mean(rewards):.3f}, {sum(map(bool, seen))} of {len(words)} have text", seen[:4])
+print(f"noise: {np.mean(rewards):.3f}, text in {sum(map(bool, seen))} of {len(words)}", seen[:4])

@@ -1,5 +1,5 @@
-"""A logger on the command line: grpo.py with a hook, which sees each row of metrics and its images.
-It needs the diff "A hook for a logger" of changes.md in grpo.py, and takes the flags of grpo.py.
+"""Runs grpo.py with a hook that gets each step's row of metrics and its images, such as a logger.
+It needs the diff "A hook for a logger" from docs/changes.md, and takes the flags of grpo.py.
 
     python -m examples.hooked"""
 import grpo
@@ -13,5 +13,5 @@ class HookedTrainer(grpo.GRPOTrainer):
         self.hooks.append(show)
 
 if __name__ == "__main__":
-    grpo.GRPOTrainer = HookedTrainer  # main looks its trainer up by this name
+    grpo.GRPOTrainer = HookedTrainer  # main uses the trainer of this name
     grpo.main()

@@ -1,13 +1,13 @@
-"""GRPO teaches a small GLM-Image to spell: the reward is what a real OCR network reads in its
-pictures. Wrapper and trainer are those of grpo.py, the models those of examples/make_tiny.py, for
-other codes: a code is a letter here, of 32 x 32 pixels, and a picture of 160 x 32 a word. Before
-GRPO begins, the painter is fitted to paint all letters, and the policy to copy the letters of its
-prompt: it gets about half of them right.
+"""GRPO teaches a small model to spell. The reward compares the prompt with what a real OCR network
+reads in the image. Wrapper and trainer are those of grpo.py; the models are those of make_tiny.py
+with other codes: a code is a letter of 32 x 32 pixels, and an image of 160 x 32 is a word. Before
+GRPO begins, the DiT and VAE are fitted to render the letters, and the policy to copy the letters of
+its prompt, about half of them right.
 
     pip install rapidocr onnxruntime
     python -m examples.letters --out runs/letters
 
-The flags are those of grpo.py; --model, --prompts and --reward have no meaning here."""
+It takes the flags of grpo.py; --model, --prompts and --reward have no effect."""
 import difflib, string, sys, unicodedata
 import rapidocr, torch, transformers
 import torch.nn.functional as F
@@ -15,10 +15,10 @@ from PIL import Image, ImageDraw, ImageFont
 import grpo
 from examples import make_tiny
 
-# The codes. The first is that of the draft and is in no word: prompts have the same embeddings as
-# codes, and a policy that looks for an A would find it 245 times in the draft. The last is a blank.
+# The codes. The first is for the draft only: prompts and codes share their embeddings, so a policy
+# that looks for an A would otherwise find it 245 times in the draft. The last code is a blank.
 ALPHABET = "." + string.ascii_lowercase + "_"
-SIZE = 5  # letters in a picture
+SIZE = 5  # letters in an image
 READER = rapidocr.RapidOCR(params={
     "Global.log_level": "error", "EngineConfig.onnxruntime.intra_op_num_threads": 1})
 WORDS = """cat moon queen jazz apple fox house zebra bird cake door fish gold hand iron king lamp
@@ -33,16 +33,16 @@ def make_prompts(words):
 
 def draw_letter(letter):
     image = Image.new("RGB", (32, 32), "white")
-    font = ImageFont.load_default(size=28)  # it is inside Pillow
+    font = ImageFont.load_default(size=28)  # Pillow's own font
     ImageDraw.Draw(image).text((16, 16), letter, "black", font, anchor="mm", stroke_width=1)
     return image
 
 def make_models():
-    """A pipeline with a code for each letter; of a prompt its policy reads C A T _ _."""
+    """A pipeline with a code per letter. From a prompt its policy reads C A T _ _."""
     pipe = make_tiny.make_models(ALPHABET)
     word = """messages[0].content[0].text.split('"')[1]"""
     pipe.processor.chat_template = "{{ %s.ljust(%d, '_') | join(' ') }}" % (word, SIZE)
-    # The painter gets no glyphs: all that it is told about the word are the tokens.
+    # The DiT gets no glyphs: it learns about the word only from the tokens.
     pipe.get_glyph_texts = lambda prompt: [[]]
     return pipe
 
@@ -53,7 +53,7 @@ def draw_words(B=16):
     return prompts, codes
 
 def load_model(path, config):
-    """Fits the models, and freezes them -> a wrapper. All of it follows from the seed."""
+    """Fits and freezes the models -> a wrapper. The result depends only on the seed."""
     transformers.set_seed(config.seed)
     wrapper = grpo.GLMImageWrapper(make_models(), config)
     shown = " " + string.ascii_uppercase + " "
@@ -63,11 +63,11 @@ def load_model(path, config):
     return grpo.GLMImageWrapper(wrapper.pipe, config)
 
 def read(image):
-    """What RapidOCR's recognizer sees; its detector, which is slow, has nothing to find here."""
+    """What RapidOCR's recognizer reads. Its detector is slow and not needed here."""
     return "".join(READER(image, use_det=False, use_cls=False, use_rec=True).txts or [])
 
 def compare(wanted, seen):
-    """Twice the letters in common over all letters. Case, spaces and Unicode forms do not count."""
+    """2 x common letters / all letters of both. Case, spaces and Unicode form are ignored."""
     texts = [unicodedata.normalize("NFKC", text).casefold() for text in (wanted, seen)]
     a, b = ("".join(text.split()) for text in texts)
     return difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
@@ -85,12 +85,12 @@ if __name__ == "__main__":
         grpo.check_before_loading(config, prompts, None, rewards)
     except grpo.BadInput as error:
         sys.exit(f"letters.py: error: {error}")
-    torch.set_num_threads(1)  # more are slower
+    torch.set_num_threads(1)  # more threads are slower
     wrapper = load_model(config.model, config)
     trainer = grpo.GRPOTrainer(config, wrapper, prompts, rewards)
     trainer.train()
     adapters = [trainer.out / f"adapter_{step:05d}" for step in (0, config.steps)]
-    words = make_prompts(KEPT_OUT)  # which were in no prompt of the training
+    words = make_prompts(KEPT_OUT)  # never trained
     results, _ = zip(*evaluate(
         wrapper, trainer.lora, adapters, words, [None] * len(words), trainer.rewards))
-    print_table(["kept-out words, before", "kept-out words, after"], results)
+    print_table(["held-out words, before", "held-out words, after"], results)

@@ -1,13 +1,14 @@
-"""Makes `examples/tiny-glm-image`, which `python grpo.py` trains where there is no large GPU.
+"""Makes the small GLM-Image, `examples/tiny-glm-image`, which `python grpo.py` trains by default
+if there is no large GPU.
 
-It is a GLM-Image of the real classes, with 0.3 million weights in place of 16 billion. It has eight
-codes, the COLORS of grpo.py, and knows eight words, their names. The painter is fitted to paint a
-code as a square of its colour. The policy is fitted until it half knows its colours: a square has
-the prompt's colour with a chance of .45, else any other. The rest is for GRPO to teach it.
+It uses the real classes, with 0.3 million weights in place of 16 billion. It has eight codes, the
+COLORS of grpo.py, and knows eight words, their names. The DiT and VAE are fitted to render a code
+as a square of its colour. The policy is fitted until it half knows the colours: a square has the
+prompt's colour with probability .45, or else any other. GRPO teaches it the rest.
 
-    python -m examples.make_tiny    # some five minutes on two cores
+    python -m examples.make_tiny    # about five minutes on two cores
 
-Its functions make models for other codes, too, such as letters.
+Its functions also make models with other codes, such as letters.
 """
 import json
 import random
@@ -23,7 +24,7 @@ import grpo
 
 FOLDER = Path(__file__).with_name("tiny-glm-image")
 
-# What `python grpo.py` takes in place of its own defaults when it trains this model.
+# The defaults of `python grpo.py` when it trains this model.
 SETTINGS = dict(
     steps=20, lr=2e-3, micro_batch_size=32, width=128, height=128, decode_steps=1, guidance=1.0)
 
@@ -60,7 +61,7 @@ def make_models(words):
         rope_parameters=dict(rope_type="default", rope_theta=1000.0, mrope_section=[2] * 16),
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
 
-    # What reads pictures, `vision_config` and `vq_config`, is not used here and next to nothing.
+    # The image encoder, `vision_config` and `vq_config`, is unused here and made tiny.
     policy = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
         text_config=text_config,
         vision_config=dict(depth=0, image_size=32, hidden_size=16),
@@ -74,7 +75,7 @@ def make_models(words):
     # LoRA leaves the last layer as it is, so large logits must be within its reach.
     torch.nn.init.constant_(policy.model.language_model.norm.weight, 4.0)
 
-    # The painter is a DiT of one block, and a VAE of which only the decoder is used.
+    # A DiT with one block, and a VAE of which only the decoder is used.
     text_encoder = transformers.T5EncoderModel(transformers.T5Config(
         vocab_size=384, num_layers=0, num_heads=1, d_model=8, d_kv=8, d_ff=8))
     dit = diffusers.GlmImageTransformer2DModel(
@@ -90,7 +91,7 @@ def make_models(words):
         diffusers.FlowMatchEulerDiscreteScheduler())
 
 def minimize(compute_loss, modules, steps, lr):
-    """Adam. Its learning rate rises to `lr` in a third of the steps, and falls to 0 in the rest."""
+    """Adam. The learning rate rises to `lr` in a third of the steps, then falls to 0."""
     weights = list(torch.nn.ModuleList(modules).requires_grad_().parameters())
     optimizer = torch.optim.Adam(weights)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
@@ -105,21 +106,21 @@ def minimize(compute_loss, modules, steps, lr):
             print(f"step {step} of {steps}: loss {loss.item():.4f}", flush=True)
 
 def fit_painter(wrapper, squares, steps, lr=1e-2, B=8, compare=F.l1_loss):
-    """Fits DiT and VAE to paint code k as squares[k], one of [V, 3, 32, 32] in 0..1."""
+    """Fits the DiT and VAE to render code k as squares[k]; squares is [V, 3, 32, 32] in 0..1."""
     dit, vae = wrapper.pipe.transformer, wrapper.pipe.vae
     V = len(squares)
     height, width = wrapper.config.height, wrapper.config.width
 
     def compute_loss():
-        # Half of the pictures are of one code, as a trained policy's are, the others of several.
+        # Half of the images have one code, like those of a trained policy; the others have several.
         one = torch.randint(V, (B, 1, 1))
         codes = torch.randint(V, (B, height // 32, width // 32))
         codes = torch.where(torch.rand(codes.shape) < 2 * torch.rand(B, 1, 1), one, codes)
         pictures = squares[codes]  # [B, rows, columns, 3, 32, 32]
         pictures = pictures.permute(0, 3, 1, 4, 2, 5).reshape(B, 3, height, width)
 
-        # One step of denoising takes the DiT's whole output away from the noise. It gets each code
-        # as 2 x 2, and words in quotation marks as glyphs, which it learns to ignore.
+        # One denoising step subtracts the DiT's whole output from the noise. The DiT gets each code
+        # as 2 x 2, and quoted words as glyphs, which it learns to ignore.
         patches = codes.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
         noise = torch.randn(B, 16, height // 8, width // 8)
         size = torch.tensor([[height, width]] * B)
@@ -134,8 +135,8 @@ def fit_painter(wrapper, squares, steps, lr=1e-2, B=8, compare=F.l1_loss):
     minimize(compute_loss, [dit, vae], steps, lr)
 
 def fit_policy(wrapper, draw, chance, steps, lr=5e-3):
-    """Fits the policy to give each token of the large grid its right code with this chance, and
-    the others alike. `draw()` gives B prompts, and their right codes [B, tokens of the grid]."""
+    """Fits the policy so that each token of the large grid has its right code with this chance,
+    and all others are equally likely. `draw()` returns B prompts and right codes [B, grid]."""
     V = wrapper.pipe.transformer.config.prior_vq_quantizer_codebook_size
 
     def compute_loss():
@@ -145,7 +146,7 @@ def fit_policy(wrapper, draw, chance, steps, lr=5e-3):
         T = position_ids.shape[2] - L
         draft = T - codes.shape[1]
 
-        # The draft is always code 0: what is not painted should not be noise to the rewards.
+        # The draft is always code 0: it is not decoded, and should add no noise to the rewards.
         chances = torch.zeros(len(prompts), T, V)
         chances[:, :draft, 0] = 1.0
         chances[:, draft:] = (1 - chance) / (V - 1)
@@ -161,7 +162,7 @@ def fit_policy(wrapper, draw, chance, steps, lr=5e-3):
     minimize(compute_loss, [language_model, wrapper.policy.lm_head], steps, lr)
 
 def draw_color_prompts(B=16):
-    """Sentences with a colour or more. The first counts, as in the reward."""
+    """Sentences with one or more colours. The first one counts, as in the reward."""
     names = list(grpo.COLORS)
     prompts = []
     right = []

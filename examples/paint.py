@@ -1,4 +1,4 @@
-"""Both halves as they were trained, in the stock pipeline, draw fox.png. Name your own adapters.
+"""Draws fox.png with trained adapters of both halves in the stock pipeline. Set your own paths.
 
     pip install peft
     python -m examples.paint"""

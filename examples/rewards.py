@@ -1,5 +1,5 @@
-"""Rewards to copy; rewards.md says what each of them needs. They work from where they are, or from
-a copy that you change.
+"""Ready-made rewards; docs/rewards.md says what each of them needs. Use them in place, or change a
+copy.
 
     python grpo.py --reward examples/rewards.py:ocr --prompts words.txt"""
 import base64, difflib, functools, importlib, io, itertools, json, os, re, unicodedata
@@ -8,12 +8,12 @@ import diffusers, huggingface_hub, numpy as np, torch, torch.nn.functional as F,
 from PIL import Image
 from grpo import pil_to_tensor
 
-CLIP = "openai/clip-vit-large-patch14"  # or another CLIP, a folder or hub id: PickScore
-HEAD = "trl-lib/ddpo-aesthetic-predictor"  # of LAION, for this CLIP; or the path of such a file
+CLIP = "openai/clip-vit-large-patch14"  # or another CLIP, such as PickScore
+HEAD = "trl-lib/ddpo-aesthetic-predictor"  # LAION's, for this CLIP; or a file
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def need(module, packages):
-    """The module, or one line that says what to install."""
+    """Imports a module, or says in one line what to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -27,22 +27,22 @@ def load_reader():
     return reader(params={"Global.log_level": "error", **threads})
 
 def compare(wanted, seen):
-    """Twice the letters in common over all letters. Case, spaces and Unicode forms do not count."""
+    """2 x common letters / all letters of both. Case, spaces and Unicode form are ignored."""
     texts = [unicodedata.normalize("NFKC", text).casefold() for text in (wanted, seen)]
     a, b = ("".join(text.split()) for text in texts)
     return difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
 
 def find_phrases(prompt):
-    """What the prompt quotes: in double quotes, or, if there are none, as the pipeline sees it."""
+    """The phrases in double quotes or, if there are none, those that the pipeline renders."""
     double = re.findall(r'"[^"]*"|“[^“”]*”|「[^「」]*」', prompt)
     painted = diffusers.GlmImagePipeline.get_glyph_texts(None, prompt)[0]
     if 0 < len(double) < len(painted):
-        warnings.warn(f"the painter takes apostrophes for quotes: {painted} in {prompt}")
+        warnings.warn(f"GLM-Image takes apostrophes for quotes, and renders {painted}: {prompt}")
     return [phrase[1:-1] for phrase in double] or painted
 
 def ocr(images, prompts, targets=None):
-    """Are the words right? What RapidOCR reads in the picture against the words that the prompt
-    quotes, 0 to 1. pip install rapidocr onnxruntime"""
+    """How closely RapidOCR's reading of the image matches the words that the prompt quotes, 0 to 1.
+    pip install rapidocr onnxruntime"""
     scores = []
     for image, prompt in zip(images, prompts):
         phrases = find_phrases(prompt)
@@ -52,18 +52,18 @@ def ocr(images, prompts, targets=None):
             orders = itertools.islice(itertools.permutations(phrases), 24)  # all, of 4 phrases
             scores.append(max(compare("".join(order), seen) for order in orders))
         else:
-            warnings.warn(f"ocr gives 0, as this prompt quotes no words: {prompt}")
+            warnings.warn(f"ocr returns 0, because this prompt quotes no words: {prompt}")
             scores.append(0.0)
     return scores
 
 @functools.cache
 def load_clip():
-    """It is loaded when first used, and waits on the CPU between uses."""
+    """CLIP is loaded on first use, and kept on the CPU between uses."""
     model = transformers.CLIPModel.from_pretrained(CLIP)
     return model, transformers.CLIPProcessor.from_pretrained(CLIP)
 
 def embed(**inputs):
-    """-> CLIP's embeddings of images and texts, [N, D] each, of length 1."""
+    """-> CLIP's embeddings of images and of texts, [N, D] each, with norm 1."""
     model, processor = load_clip()
     inputs = processor(**inputs, return_tensors="pt", padding=True, truncation=True).to(DEVICE)
     output = model.to(DEVICE)(**inputs)
@@ -71,12 +71,12 @@ def embed(**inputs):
     return output.image_embeds.cpu(), output.text_embeds.cpu()
 
 def clip(images, prompts, targets=None):
-    """Does the picture show what the prompt says? The cosine of the two in CLIP's space."""
+    """Whether the image shows what the prompt says: the cosine of their CLIP embeddings."""
     images, texts = embed(images=images, text=prompts)
     return (images * texts).sum(dim=1)
 
 def aesthetic(images, prompts, targets=None):
-    """Does it look good? LAION's predictor, about 1 to 10: linear layers over CLIP's embedding."""
+    """Whether it looks good, about 1 to 10: LAION's predictor, linear layers on CLIP embeddings."""
     x, _ = embed(images=images, text=prompts)
     name = "aesthetic-model.pth"
     file = HEAD if os.path.isfile(HEAD) else huggingface_hub.hf_hub_download(HEAD, name)
@@ -86,12 +86,12 @@ def aesthetic(images, prompts, targets=None):
     return x[:, 0]
 
 def aesthetic_z(images, prompts, targets=None):
-    """The same as a z-score over the images of a step, to be added to rewards of another scale."""
+    """`aesthetic` as a z-score over the images of a step, to add to rewards of another scale."""
     scores = aesthetic(images, prompts)
     return (scores - scores.mean()) / (scores.std() + 1e-6)
 
 def jpeg(images, prompts, targets=None):
-    """Does it compress well? 1 - JPEG bytes / raw bytes."""
+    """How well it compresses: 1 - JPEG bytes / raw bytes."""
     scores = []
     for image in images:
         file = io.BytesIO()
@@ -100,8 +100,8 @@ def jpeg(images, prompts, targets=None):
     return scores
 
 def ssim(images, prompts, targets):
-    """Is it near its target? Structural similarity as Wang (2004) has it, with Gaussian windows of
-    11 x 11; 1 where both are equal. pip install scikit-image"""
+    """Structural similarity to its target (Wang 2004), with Gaussian windows of 11 x 11; 1 if they
+    are equal. pip install scikit-image"""
     metrics = need("skimage.metrics", "scikit-image")
     scores = []
     for image, target in zip(images, targets):
@@ -116,7 +116,7 @@ def load_lpips():
     return need("lpips", "lpips -r requirements.txt").LPIPS(net="alex", verbose=False)
 
 def lpips(images, prompts, targets):
-    """Minus the distance to its target as a network sees it (arXiv 1801.03924).
+    """Minus the perceptual distance to its target (arXiv 1801.03924).
     pip install lpips -r requirements.txt"""
     scores = []
     for image, target in zip(images, targets):
@@ -125,7 +125,7 @@ def lpips(images, prompts, targets):
     return scores
 
 def judge(images, prompts, targets=None):
-    """What a vision-language model says, 0 to 10; a server with OpenAI's protocol, JUDGE_URL."""
+    """A vision-language model's rating, 0 to 10. JUDGE_URL is a server with OpenAI's protocol."""
     scores = []
     for image, prompt in zip(images, prompts):
         file = io.BytesIO()
@@ -142,6 +142,6 @@ def judge(images, prompts, targets=None):
         text = answer["choices"][0]["message"]["content"]
         number = re.search(r"\d+(\.\d+)?", text)
         if number is None:
-            warnings.warn(f"judge gives 0, as there is no number in the answer {text!r}")
+            warnings.warn(f"judge returns 0, because there is no number in the answer {text!r}")
         scores.append(float(number[0]) if number else 0.0)
     return scores

@@ -1,4 +1,4 @@
-"""A reward to begin with: how much neighbouring pixels differ. It shows how rewards are hacked.
+"""An example of a reward: sharpness. It also shows how a model can hack its reward.
 
     python grpo.py --steps 5 --reward examples/sharp.py:sharpness=5,color=1"""
 from grpo import pil_to_tensor

@@ -1,4 +1,4 @@
-"""Target pictures, white above and of a colour below, and targets.txt, the prompts that name them.
+"""Draws target images, white above and coloured below, and writes targets.txt, their prompts.
 
     python -m examples.targets
     python grpo.py --reward mse --prompts targets.txt --group-size 16 --steps 100"""

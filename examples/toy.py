@@ -1,12 +1,12 @@
-"""A toy that learns from nothing: the pattern for another model as the policy of grpo.py.
+"""A toy that learns from scratch: a template for another model as the policy of grpo.py.
 
-    python -m examples.toy    # from the folder of grpo.py; some seven seconds without a GPU
+    python -m examples.toy    # from the repository root; about seven seconds without a GPU
 
-An image has 4 x 4 squares, and each of their 16 codes is one of the eight COLORS. To paint is to
-look colours up. The policy reads the first colour word of a prompt and begins with random weights,
-so that every colour has about the same chance. It learns to paint the one that the prompt names.
+An image has 4 x 4 squares, and each of their 16 codes is one of the eight COLORS. Decoding looks up
+the colours. The policy reads the first colour word of a prompt. It starts with random weights, so
+every colour is about equally likely, and learns to paint the one that the prompt names.
 
-The flags are those of grpo.py. Of those for the model only --width and --height have a meaning.
+It takes the flags of grpo.py. Of those for the model only --width and --height have an effect.
 """
 import re
 
@@ -22,7 +22,7 @@ PALETTE = torch.stack(list(grpo.COLORS.values()))  # [V, 3], in 0..1
 SIDE = 4  # squares in a row and in a column
 
 def find_word(prompt):
-    """The place in NAMES of the first colour word, or one place more if there is none."""
+    """The index in NAMES of the first colour word, or len(NAMES) if there is none."""
     words = [word for word in re.findall(r"\w+", prompt.lower()) if word in NAMES]
     return NAMES.index(words[0]) if words else len(NAMES)
 
@@ -31,14 +31,14 @@ class Toy(grpo.PolicyWrapper):
 
     def __init__(self, path, config):
         self.size = config.width, config.height
-        torch.manual_seed(config.seed)  # the base weights are not saved, but made again
+        torch.manual_seed(config.seed)  # the base weights are not saved but rebuilt
         self.policy = nn.Sequential(
             nn.Embedding(len(NAMES) + 1, 64), nn.Linear(64, 64), nn.Tanh(),
             nn.Linear(64, SIDE**2 * len(NAMES)), nn.Unflatten(1, (SIDE**2, len(NAMES))))
         self.policy.requires_grad_(False).to(grpo.DEVICE)
 
     def compute_all_logprobs(self, prompts):
-        """The distribution of the policy, for sampler and trainer alike -> [N, T, V]."""
+        """The policy's distribution, shared by sampler and trainer -> [N, T, V]."""
         words = torch.tensor([find_word(prompt) for prompt in prompts], device=grpo.DEVICE)
         return self.policy(words).log_softmax(2)
 
@@ -50,7 +50,7 @@ class Toy(grpo.PolicyWrapper):
     def generate_with_tracking(self, prompts, group_size, seeds):
         chances = self.compute_all_logprobs(prompts).exp().cpu()  # [P, T, V]
         groups = []
-        for squares, seed in zip(chances, seeds):  # each group has random numbers of its own
+        for squares, seed in zip(chances, seeds):  # each group has its own random numbers
             rng = torch.Generator().manual_seed(seed)
             drawn = torch.multinomial(squares, group_size, replacement=True, generator=rng)
             groups.append(drawn.T)  # [G, T]

@@ -1,4 +1,4 @@
-"""Adapters of grpo.py in the stock pipeline draw bread.png. Name your own.
+"""Draws bread.png with an adapter of grpo.py in the stock pipeline. Set your own path.
 
     pip install peft
     python -m examples.use"""
