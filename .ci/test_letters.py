@@ -107,7 +107,7 @@ def test_it_learns(tmp_path):
     for name in ("grpo.py", "prompts.txt", "examples"):
         Path(tmp_path, name).symlink_to(ROOT / name)
     block, = re.findall(r"^```bash\npip install [^\n]*\n(.*?)python -m examples.honesty\n```", PAGE, re.DOTALL | re.MULTILINE)
-    commands = block.replace("--out", "--seed 5 --steps 12 --out").replace("python ", f"{sys.executable} ")
+    commands = block.replace("--out", "--seed 5 --steps 8 --out").replace("python ", f"{sys.executable} ")
     output = subprocess.run(f"set -e\n{commands}", shell=True, check=True, capture_output=True, text=True, cwd=tmp_path,
                             env=os.environ | dict(OMP_NUM_THREADS="1")).stdout
     assert Image.open(tmp_path / "letters.png").width > 4 * 32 * letters.SIZE
