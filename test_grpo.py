@@ -232,7 +232,7 @@ def test_k3_by_hand_and_at_the_extremes(delta, kl):
     assert metrics["policy_loss"] == -1  # `loss += kl` put the KL into it
     slope = 1 - math.exp(delta) if delta < 20 else 0
     assert gradient.item() + 1 == pytest.approx(0.5 * slope, rel=0.01, abs=1e-7)
-    _, free = grpo.compute_grpo_loss(new, new, torch.ones(1), ref_logprobs=torch.tensor([[delta]]), kl_coef=0.0)
+    _, free = grpo.compute_grpo_loss(new, new, torch.ones(1), ref_logprobs=torch.tensor([[delta]]), kl_coef=0)
     assert free["kl"] == metrics["kl"] and free["loss"] == -1
 
 def test_advantages_are_not_broadcast():

@@ -369,6 +369,9 @@ def test_the_table_of_memory(counted):
     for number in ("16.6", "14.1", "32.9"):
         assert number in head and number in FIGURES
     quoted = table(README, "| counted, in GiB |")
+    for row in rows[:5]:  # 8 x 4 images and fewer, with offloading, fit a card of 24 GB, and are more than the weights
+        sample, decode, update = (float(cell.split(" / ")[0]) for cell in row[3:])
+        assert 16.6 < sample <= 22 and 14.1 + 1.0 < decode <= 22 and 16.6 + 1.4 < update <= 22, row
     for column, line in ((1, rows[2]), (2, rows[4])):
         pairs = [cell.split(" / ") for cell in line[3:]]
         least, most = (max(float(pair[k]) for pair in pairs) for k in (0, 1))
