@@ -360,7 +360,7 @@ def memory():
         print(f"| {side} | {num_prompts} x {group_size} | {size} |", " | ".join(cells), "|", flush=True)
         counted[side, num_prompts, group_size, size] = kernels
     kernels = counted[512, 8, 4, 1]
-    print("\nKernels at 512, 8 x 4, one image at a time:\n\n| one more token | DiT pass | micro-batch |\n"
+    print("\nKernels at 512, 8 x 4, one image at a time:\n\n| kernels per token | per DiT pass | per micro-batch |\n"
           f"|---|---|---|\n| {kernels['sample']:,} | {kernels['decode']:,} | {kernels['update']:,} |")
 
 # --- What each choice is worth --------------------------------------------------------------------------

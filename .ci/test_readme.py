@@ -97,7 +97,7 @@ def test_the_settings_of_the_small_model():
         HERE / "examples/tiny-glm-image", grpo.Config(offload="off"))
     weights = sum(p.numel() for part in wrapper.pipe.components.values() if isinstance(part, torch.nn.Module)
                   for p in part.parameters())
-    assert f"{weights / 1e6:.1f} million weights in place of 16 billion" in flat(README)
+    assert f"{weights / 1e6:.1f} million weights instead of 16 billion" in flat(README)
 
 # --- Commands and blocks of code -----------------------------------------------------------------------------
 def commands():
@@ -124,7 +124,7 @@ def test_resume_and_adapter_of_the_readme(tmp_path, command):
     """What the two flags are said to keep, to refuse and to begin with."""
     words = flat(README)
     kept = "The model, prompts, batch size, LoRA rank, seed and initial adapter cannot change."
-    assert kept in words and "`--out` must be a new folder" in words
+    assert kept in words and "given by `--out`, which must not exist yet" in words
     assert command(*SMALL, "--steps", "1", "--out", "RUN")[0] == 0
     refused = "--batch-size 4, --lora-rank 8, --seed 5, --out RUN2, --adapter RUN/adapter_00001, --model RUN"
     for flag in refused.split(", "):
@@ -228,8 +228,8 @@ def test_the_arithmetic_of_speed():
     for column in (1, 2):
         assert sum(int(row[column]) for row in parts) == int(step[column])
         assert round(100 * int(step[column]) / 3600) == int(hours[column])
-    assert f"an H100 {step[1]} seconds at 512 x 512 and {step[2]} at 1024 x 1024" in flat(README)
-    assert f"100 steps take {hours[1]} and {hours[2]} hours" in flat(README)
+    assert f"take {step[1]} seconds on an H100 at 512 x 512, and {step[2]} at 1024 x 1024" in flat(README)
+    assert f"100 steps would take {hours[1]} and {hours[2]} hours" in flat(README)
 
 def once(function):
     """The function, which is run the first time only: here it need not be measured, only work."""
@@ -357,18 +357,18 @@ def test_the_table_of_memory(counted):
     printed, _ = counted.communicate(timeout=600)
     assert counted.returncode == 0
     rows = table(FIGURES, "| size | prompts x group |")
-    rows_of_kernels = table(FIGURES, "| one more token |")
+    rows_of_kernels = table(FIGURES, "| kernels per token |")
     told = [f"| {' | '.join(row)} |" for row in [*rows, *rows_of_kernels]]
     assert re.findall(r"^\| \d.*", printed, re.MULTILINE) == told
     (per_token, *_), = rows_of_kernels
     sample, *_ = table(FIGURES, "| seconds | at 512 |")
     milliseconds = round(7e-3 * int(per_token.replace(",", "")))
     assert sample[1:3] == [f"{T * milliseconds / 1000:.0f}" for T in (512, 1280)]
-    assert f"tokens of {milliseconds} ms: {per_token} kernels" in sample[3]
+    assert f"tokens at {milliseconds} ms each ({per_token} kernels)" in sample[3]
     head = printed.split("\n")[0]
     for number in ("16.6", "14.1", "32.9"):
         assert number in head and number in FIGURES
-    quoted = table(README, "| counted, in GiB |")
+    quoted = table(README, "| estimated peak memory, in GiB |")
     for row in rows[:5]:  # 8 x 4 images and fewer, with offloading, fit a card of 24 GB, and are more than the weights
         sample, decode, update = (float(cell.split(" / ")[0]) for cell in row[3:])
         assert 16.6 < sample <= 22 and 14.1 + 1.0 < decode <= 22 and 16.6 + 1.4 < update <= 22, row
