@@ -101,6 +101,7 @@ def test_honesty(monkeypatch, offline, capsys):
         reward, perfect, as_drawn, _ = row[1].split()
         assert reward == perfect and as_drawn == "1.000", row
 
+@pytest.mark.skipif("SLOW" not in os.environ, reason="takes three minutes: SLOW=1 runs it")
 def test_it_learns(tmp_path):
     """By the page's own commands, up to the picture. The fit, the reward or the trainer is broken if the reward does not
     rise, or stays where it was."""
