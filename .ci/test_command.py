@@ -163,7 +163,7 @@ def test_runs_that_begin_at_once_never_share_a_folder(command, model, monkeypatc
     for folder in ("runs/now-0", "runs/now-1") if not out else ("same",):
         assert_files(Path(folder), 0, 1)
 
-NUMBERS = [name for name, kind in inspect.get_annotations(grpo.Config).items() if kind in (int, float)]
+NUMBERS = [name for name, kind in inspect.get_annotations(grpo.Config).items() if kind in (int, float, float | None)]
 FLAG = """--group-size 1, --group-size four, --group 4, --grop-size 4, --step 8, --width 0, --width 48,
     --batch-size 0, --steps 0, --steps 1e3, --seed 99999999999999999999, --lr inf, --clip-range-high .3,
     --top-p 0, --top-p 1.5, --max-grad-norm 0, --temperature 0, --offload maybe, --adapter, --adapter ,
