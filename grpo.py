@@ -373,7 +373,7 @@ class GRPOTrainer:
         N = len(advantages)
         old_logprobs = torch.empty(rollout.logprobs.shape, device=DEVICE)  # [N, T]
         totals = collections.Counter()  # `update` adds to it
-        self.optimizer.zero_grad()  # drops an interrupted step's
+        self.optimizer.zero_grad()  # drops those of an interrupted step
         for iteration in range(config.num_iterations):
             for start in range(0, N, config.micro_batch_size):
                 rows = slice(start, start + config.micro_batch_size)

@@ -51,10 +51,9 @@ def perturb(lora):
 
 def hide_weights(wrapper):
     """Weights become NaN but in the half that works, as if they were elsewhere -> the phases."""
-    halves = wrapper
     phases = []
     homes = {half: [(weight, weight.data) for weight in (*half.parameters(), *half.buffers())]
-             for half in (halves.ar, halves.dit)}
+             for half in (wrapper.ar, wrapper.dit)}
 
     def hide(hidden):
         for half in hidden:
@@ -64,11 +63,11 @@ def hide_weights(wrapper):
     def move_to_gpu(half):
         for weight, home in homes[half]:
             weight.data = home
-        phases.append("ar" if half is halves.ar else "dit")
+        phases.append("ar" if half is wrapper.ar else "dit")
         hide(homes.keys() - {half})
 
     hide(homes)
-    halves.move_to_gpu = move_to_gpu
+    wrapper.move_to_gpu = move_to_gpu
     return phases
 
 # --- The painter -------------------------------------------------------------------------------------------
