@@ -19,8 +19,7 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       G  samples per prompt, a group     B  samples per micro-batch
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
-Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`, with torch 2.11 to 2.15, transformers
-5.23 and diffusers 0.42. After the trainer come files, GLM-Image and the command line."""
+Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
 import collections, contextlib, dataclasses, functools, inspect, json, math
 import os, re, runpy, sys, time, typing
 from pathlib import Path
@@ -83,7 +82,7 @@ class Config:
         "auto", "hold one half at a time; auto: on a GPU below 60 GiB")
     # The run
     out: str | None = flag(None, "new folder for the run; None: runs/<date-time>")
-    resume: str | None = flag(None, "folder of a run to continue with its own settings")
+    resume: str | None = flag(None, "folder of a run to continue")
     save_every: int = flag(10, "steps between saves of pictures and adapters")
     seed: int = flag(0, "seed of everything random")
 
@@ -121,8 +120,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     metrics = dict(
         policy_loss=loss, ratio_mean=ratio.mean(), clip_frac=is_clipped.float().mean())
     if ref_logprobs is not None:
-        delta = ref_logprobs.detach() - new_logprobs
-        delta = delta.clamp(max=20)  # exp stays finite
+        delta = (ref_logprobs.detach() - new_logprobs).clamp(max=20)  # exp stays finite
         kl = (torch.expm1(delta) - delta).mean()  # expm1(x) = exp(x) - 1, exact near 0
         metrics["kl"] = kl
         loss = loss + kl_coef * kl
@@ -178,7 +176,7 @@ def load_rewards(text):
     return rewards
 
 def run_file(path):
-    """Runs a Python file, which may import its neighbours -> {name: value} of what it defines."""
+    """Runs a Python file, which may import its neighbours -> {name: what it defines}."""
     if not os.path.isfile(path):
         raise BadInput(f"--reward: there is no file {path}")
     sys.path.append(os.path.dirname(os.path.abspath(path)))
@@ -207,11 +205,11 @@ def load_prompts(path):
     targets = []
     with input_errors(f"--prompts {path}"):
         lines = path.read_text(encoding="utf-8-sig").splitlines()
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
         prompt, tab, target = line.strip().partition("\t")
         if prompt and not prompt.startswith("#"):
             prompts.append(prompt)
-            with input_errors(f"--prompts {path}, line {number}, the target after the tab"):
+            with input_errors(f"--prompts {path}: the target of {prompt!r}"):
                 targets.append(Image.open(path.parent / target).convert("RGB") if tab else None)
     if not prompts:
         raise BadInput(f"--prompts {path}: has no prompts")
@@ -229,7 +227,7 @@ class LoRA:
         self.weights = {}
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
-                # Drawn on the CPU, so equal on all GPUs, by the distribution that peft uses.
+                # Drawn on the CPU, so equal on all GPUs, and as in peft.
                 A = nn.init.kaiming_uniform_(torch.empty(rank, linear.in_features), a=math.sqrt(5))
                 A = nn.Parameter(A.to(DEVICE))
                 B = nn.Parameter(torch.zeros(linear.out_features, rank, device=DEVICE))
@@ -239,9 +237,9 @@ class LoRA:
 
     def add_low_rank(self, A, B, linear, inputs, output):
         if self.enabled:
-            low = inputs[0] @ A.to(output).T
-            output = torch.add(output, low @ B.to(output).T, alpha=2)
-        return output
+            rows = inputs[0].flatten(0, -2)
+            low = rows @ A.to(output).T
+            output.view(len(rows), -1).addmm_(low, B.to(output).T, alpha=2)  # in place
 
     @contextlib.contextmanager
     def disabled(self):
@@ -281,7 +279,7 @@ class Rollout:
     """What the sampler gives: N samples, in the order p0 p0 p1 p1."""
     prompts: list  # N texts
     images: list  # N PIL images
-    tokens: torch.Tensor  # [N, T], the codes that were drawn
+    tokens: torch.Tensor  # [N, T], the drawn codes
     logprobs: torch.Tensor  # [N, T], their log-probs at that time
     nuclei: torch.Tensor | None  # [N, T, V], bool: the codes that top-p kept; None: all
 
@@ -544,14 +542,21 @@ class GLMImageWrapper(PolicyWrapper):
         self.ar = nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
         self.both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False).eval()
+        # PyTorch's RMSNorm is one kernel where that of `transformers` is eight.
+        for name, norm in self.ar.named_modules():
+            if hasattr(norm, "variance_epsilon"):
+                fused = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)
+                fused.weight = norm.weight
+                self.ar.set_submodule(name, fused)
         self.offload = config.offload == "on" or (config.offload == "auto" and 0 < GPU_GIB < 60)
         self.both.to("cpu" if self.offload else DEVICE)
+        self.homes = [(weight, weight.data) for weight in self.both.parameters()]
         self.on_gpu = None  # ar or dit
         defaults = self.policy.generation_config
         self.temperature = config.temperature or defaults.temperature or 1.0
         self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or defaults.top_p or 1.0)
         # In training mode, transformers computes activations again in the backward pass, and has no
-        # KV cache. So `sample` is in eval mode, and `compute_logprobs` in training mode.
+        # KV cache. So `sample` needs eval mode.
         self.policy.activation_checkpointing_enable()
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
         pipe.set_progress_bar_config(leave=False, disable=None)  # shown in a terminal only
@@ -567,10 +572,11 @@ class GLMImageWrapper(PolicyWrapper):
         return cls(pipe, config)
 
     def move_to_gpu(self, part):
-        """With offloading, `ar` and `dit` take turns on the GPU."""
+        """With offloading, `ar` and `dit` take turns on the GPU. What is trained would be lost."""
         if self.offload and part is not self.on_gpu:
             self.on_gpu = None  # so that an interrupted move begins anew
-            self.both.to("cpu")
+            for weight, home in self.homes:
+                weight.data = home  # it is frozen, so nothing is copied back
             torch.cuda.empty_cache()  # its fragments may leave no room
             part.to(DEVICE)
             self.on_gpu = part
@@ -588,11 +594,13 @@ class GLMImageWrapper(PolicyWrapper):
         large = batch.image_grid_thw[0, 1:].tolist()
         draft = batch.image_grid_thw[1, 1:].tolist()
         position_ids = build_position_ids(batch.attention_mask, [draft, large])
-        T = math.prod(draft) + math.prod(large)
-        real = nn.functional.pad(batch.attention_mask, (0, T), value=1)  # [B, L + T]
+        real = position_ids[0] >= 0  # [B, L + T]: padding is at -1
         # Causal. Tokens see tokens; padding sees padding, as a softmax of -inf alone is NaN.
         visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
         bias = torch.where(visible, 0.0, -math.inf).to(self.policy.dtype)
+        # Attention needs rows that lie a multiple of 8 apart, or each layer copies them.
+        length = real.shape[1]
+        bias = nn.functional.pad(bias, (0, -length % 8))[..., :length]
         return batch.input_ids, position_ids, bias
 
     def forward(self, ids, position_ids, bias, cache=None):
@@ -614,20 +622,19 @@ class GLMImageWrapper(PolicyWrapper):
         T = position_ids.shape[2] - L
         rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniform = torch.cat([torch.rand(group_size, T, generator=rng) for rng in rngs]).to(DEVICE)
-        # Prefill the cache with the prompts. Then each drawn code gives the logits of the next one.
+        # The first pass reads the prompts into the cache, each later one the codes just drawn.
         cache = transformers.StaticCache(self.policy.config.text_config, L + T)
-        logits = self.forward(ids, position_ids[..., :L], bias[:, :, :L], cache)
+        place = slice(L)
         columns = []
         for i in self.pipe.progress_bar(range(T)):
+            logits = self.forward(ids, position_ids[..., place], bias[:, :, place], cache)
             kept = self.top_p_filter(input_ids=None, scores=logits[:, -1])
             nucleus = kept.isfinite()  # [N, V]: all others are -inf
             all_logprobs = compute_policy_logprobs(logits[:, -1], nucleus)
-            codes = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
-            logprobs = all_logprobs.gather(1, codes)
-            columns.append((codes.cpu(), logprobs.cpu(), nucleus[:, None].cpu()))
-            if i < T - 1:
-                place = slice(L + i, L + i + 1)
-                logits = self.forward(codes, position_ids[..., place], bias[:, :, place], cache)
+            ids = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
+            logprobs = all_logprobs.gather(1, ids)
+            columns.append((ids.cpu(), logprobs.cpu(), nucleus[:, None].cpu()))
+            place = slice(L + i, L + i + 1)
         tokens, logprobs, nuclei = zip(*columns)
         return torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(nuclei, 1)
 
@@ -659,7 +666,7 @@ class GLMImageWrapper(PolicyWrapper):
         for prompt, seed, group in zip(prompts, seeds, groups, strict=True):
             for part in group.split(config.micro_batch_size):
                 # ~seed is -seed - 1: the noise has other random numbers than the tokens.
-                noise = [torch.Generator().manual_seed(~seed) for _ in part]  # all the same
+                noise = [torch.Generator().manual_seed(~seed) for _ in part]
                 images += self.pipe(  # given codes, it skips its AR half
                     [prompt] * len(part), prior_token_ids=part, generator=noise,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
@@ -737,8 +744,6 @@ def main(argv=None, load_model=GLMImageWrapper.from_pretrained, **defaults):
     except BadInput as error:
         print("grpo.py: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)
-    if WORLD_SIZE > 1:
-        torch.distributed.destroy_process_group()
 
 if __name__ == "__main__":
     main()

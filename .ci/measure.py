@@ -171,6 +171,21 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
+class Normalize(torch.autograd.Function):
+    """In the place of `F.rms_norm`: on a GPU it is one kernel each way, while on other devices PyTorch composes it.
+    A product has the same shapes and stands for each. Kept are the input, the weight and a number a row."""
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[1], None
+
+def normalize(x, normalized_shape, weight, eps):
+    return Normalize.apply(x, weight)
+
 def skip_tokens(forward, T):
     """`forward` for a sampler of T tokens: only the prompts and the last two, beside what is kept of all."""
     fed = []
@@ -241,6 +256,7 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
         mock.patch.object(wrapper, "encode", encode_on_host),
         mock.patch.object(wrapper, "move_to_gpu", gpu.move_to_gpu),
         mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(F, "rms_norm", normalize),
         mock.patch.object(type(pipe.scheduler), "index_for_timestep", return_value=0),
         gpu,
     ):

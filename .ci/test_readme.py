@@ -360,7 +360,8 @@ def test_the_table_of_memory(counted):
     rows_of_kernels = table(FIGURES, "| kernels per token |")
     told = [f"| {' | '.join(row)} |" for row in [*rows, *rows_of_kernels]]
     assert re.findall(r"^\| \d.*", printed, re.MULTILINE) == told
-    (per_token, *_), = rows_of_kernels
+    (per_token, _, per_micro_batch), = rows_of_kernels
+    assert [int(count.replace(",", "")) // 100 for count in (per_token, per_micro_batch)] <= [23, 109]
     sample, *_ = table(FIGURES, "| seconds | at 512 |")
     milliseconds = round(7e-3 * int(per_token.replace(",", "")))
     assert sample[1:3] == [f"{T * milliseconds / 1000:.0f}" for T in (512, 1280)]
