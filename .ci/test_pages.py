@@ -1,6 +1,6 @@
 """Tests of docs and examples: programs are run as they stand and as their pages say, and what rewards.md and changes.md
 say is true."""
-import ast, copy, dataclasses, io, json, logging, math, os, random, re, runpy, shutil, socket, string, subprocess, sys, tempfile, types, warnings
+import ast, copy, dataclasses, functools, io, json, logging, math, os, random, re, runpy, shutil, socket, string, subprocess, sys, tempfile, types, warnings
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
@@ -12,6 +12,8 @@ import diffusers, pytest, torch, transformers
 import numpy as np
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import grpo, patches, test_grpo
 from examples.make_tiny import make_models
@@ -480,7 +482,7 @@ def test_patches_are_those_of_the_page():
     assert {path.name: path.read_text() for path in (HERE / "examples/changes").iterdir()} == made
     assert list(made) == [Path(commands_of(heading)[0]).name for heading in CHANGED]
     assert sorted(made) == [f"{name}.patch" for name in (
-        "cispo", "clip_higher", "dr_grpo", "dynamic_sampling", "entropy", "frac_zero_std", "gspo", "hook")]
+        "cispo", "clip_higher", "cuda_graph", "dr_grpo", "dynamic_sampling", "entropy", "frac_zero_std", "gspo", "hook")]
 
 @pytest.mark.parametrize("heading", CHANGED)
 def test_each_patch_applies_alone(clone, heading):
@@ -528,7 +530,7 @@ def price(added, removed):
 def test_the_table_of_changes():
     """The price of a change is counted in its diffs, and a test that is named is not gone."""
     rows = table(CHANGES, "| change | lines |")
-    assert len(rows) == len(CHANGED) == 8
+    assert len(rows) == len(CHANGED) == 9
     for (_, lines, _), heading in zip(rows, CHANGED):
         text = CHANGES.split(f"\n## {heading}\n")[1].split("\n## ")[0]
         diffs = "".join(re.findall(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
@@ -614,6 +616,59 @@ def test_dynamic_sampling_replaces_equal_groups(tmp_path):
     equal = {"equal": (lambda images, *_: calls.append(1) or [1.0] * len(images), 1.0)}
     make_trainer(changed, equal, batch_size=4, out=tmp_path / "equal").train()
     assert len(calls) == 1 + 4
+
+class Recorder(TorchDispatchMode):
+    """Notes each operation with its tensors. As nothing runs while a GPU records, what is written is undone."""
+    def __init__(self):
+        super().__init__()
+        self.calls, self.written = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default  # `.item()` would wait for the GPU
+        if function._schema.is_mutable:
+            self.written.append((args[0], args[0].clone()))
+        result = function(*args, **kwargs or {})
+        self.calls.append((function, args, kwargs or {}, result))
+        return result
+
+def make_graphed(function, inputs, num_warmup_iters):
+    """`torch.cuda.make_graphed_callables` on a CPU: it repeats what was noted, on the tensors of that time."""
+    assert num_warmup_iters == 0  # a pass more would write into the cache
+    recorder = Recorder()
+    with recorder:
+        output = function(*inputs)
+    for tensor, before in reversed(recorder.written):
+        tensor.copy_(before)
+
+    def replay(*values):
+        for tensor, value in zip(inputs, values, strict=True):
+            tensor.copy_(value)
+        for operation, args, kwargs, result in recorder.calls:
+            again = operation(*args, **kwargs)
+            if not operation.is_view and not operation._schema.is_mutable:
+                for tensor, value in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    if isinstance(tensor, torch.Tensor):
+                        tensor.copy_(value)
+        return output
+
+    return replay
+
+@pytest.mark.parametrize("clones", [True, False])
+def test_the_cuda_graph_played_on_a_cpu(monkeypatch, clones):
+    """Same tokens, log-probs and nuclei, bit for bit, twice in a row, with top-p, padding and adapters that do
+    something; without the clones it would write into tensors that are still in use."""
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed)
+    code = change_code("A CUDA graph")
+    assert code.count(".clone() for tensor") == 1
+    changed = load_module(code if clones else code.replace(".clone() for tensor", " for tensor"), "changed")
+    changed.CUDA = True
+    samples = []
+    for module in (grpo, changed):
+        wrapper, lora = test_grpo.make_adapted(top_p=0.6)
+        wrapper.sample = functools.partial(module.GLMImageWrapper.sample, wrapper)
+        samples.append([tensor for seeds in ([1, 2], [3, 4])
+                        for tensor in wrapper.sample(test_grpo.PROMPTS, 3, seeds)])
+    assert all(torch.equal(ours, graph) for ours, graph in zip(*samples, strict=True)) == clones
 
 def test_the_hook_on_the_command_line(tmp_path, command, monkeypatch):
     """hooked.py takes the flags of grpo.py, and its hook sees each step once."""

@@ -230,6 +230,16 @@ def test_the_arithmetic_of_speed():
         assert round(100 * int(step[column]) / 3600) == int(hours[column])
     assert f"take {step[1]} seconds on an H100 at 512 x 512, and {step[2]} at 1024 x 1024" in flat(README)
     assert f"100 steps would take {hours[1]} and {hours[2]} hours" in flat(README)
+    changes = table(FIGURES, "| change | at 512 |")
+    for (steps, passes, scale), row in zip([(20, 2, 1), (10, 2, 1), (20, 1, 1), (10, 1, 1), (20, 2, 9 / 16), (20, 2, 1)],
+                                           changes, strict=True):
+        for side, told in zip((512, 1024), row[1:3]):
+            n = scale * (side // 16) ** 2  # patches
+            flop = 2 * 7e9 * n + 30 * 4 * n**2 * 4096  # of the weights; of 30 blocks' attention
+            assert abs(32 * steps * passes * flop / 400e12 - int(told)) < 1, row
+    assert changes[0][1:3] == parts[1][1:3]
+    least, launching = 2 * 7e9 * 1024 / 400e9, 7e-3 * 1771  # milliseconds
+    assert f"a pass takes {least:.0f} ms or more, launching it {launching:.0f}" in changes[-1][3]
 
 def once(function):
     """The function, which is run the first time only: here it need not be measured, only work."""
@@ -357,10 +367,10 @@ def test_the_table_of_memory(counted):
     printed, _ = counted.communicate(timeout=600)
     assert counted.returncode == 0
     rows = table(FIGURES, "| size | prompts x group |")
-    rows_of_kernels = table(FIGURES, "| kernels per token |")
-    told = [f"| {' | '.join(row)} |" for row in [*rows, *rows_of_kernels]]
+    _, (_, *kernels) = table(FIGURES, "| | kernels per token |")  # before, now
+    told = [f"| {' | '.join(row)} |" for row in [*rows, kernels]]
     assert re.findall(r"^\| \d.*", printed, re.MULTILINE) == told
-    (per_token, _, per_micro_batch), = rows_of_kernels
+    per_token, per_pass, per_micro_batch = kernels
     assert [int(count.replace(",", "")) // 100 for count in (per_token, per_micro_batch)] <= [23, 109]
     sample, *_ = table(FIGURES, "| seconds | at 512 |")
     milliseconds = round(7e-3 * int(per_token.replace(",", "")))
