@@ -428,6 +428,7 @@ class GRPOTrainer:
         (self.out / "metrics.jsonl").write_text("\n".join(rows) + "\n")
         self.save_checkpoint()
         names = "step reward reward_std loss kl entropy grad_norm sampler_gap_max".split()
+        names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
         print(*[f"{name} {row[name]:<8.4g}" for name in names if name in row], flush=True)
         if row["reward_std"] == 0:
             print("All groups had equal rewards: this step taught nothing.", flush=True)

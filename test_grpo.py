@@ -660,6 +660,14 @@ def test_a_step_without_any_spread_says_so(tmp_path, capsys, spread):
     assert ("taught nothing" in capsys.readouterr().out) == (spread == 0)
     assert (trainer.history[0]["grad_norm"] > 0) == (trainer.history[0]["reward_std"] > 0) == (spread == 1)
 
+def test_each_of_several_rewards_is_shown(tmp_path, capsys):
+    """A witness of weight 0 helps nobody who looks at the console alone; a single reward is shown once."""
+    for names in ("a", "ab"):
+        rewards = {name: (lambda images, *_: range(len(images)), 1.0) for name in names}
+        make_trainer(tmp_path / names, rewards, steps=1).train()
+        shown = re.findall(r"reward/(\w) +(\S+)", capsys.readouterr().out)
+        assert shown == [(name, "3.5") for name in names if names == "ab"]
+
 def test_metrics_are_of_all_gpus(monkeypatch):
     """They were those of the first process alone; and the mean of maxima is none."""
     own = dict(loss=1.0, grad_norm=1.0, sampler_gap_max=0.1, gpu_gib_max=7.0)

@@ -1,5 +1,5 @@
 """Applies each diff of docs/changes.md to a copy of the tree, runs all tests of grpo.py on it, and prints which of them
-fail: the last column of the page's table. Nothing here is a test.
+fail: those that the commands of the page leave out. Nothing here is a test.
 
     python .ci/by_design.py               all changes; a suite each, so some minutes each
     python .ci/by_design.py GSPO CISPO    these

@@ -8,7 +8,9 @@ import diffusers, huggingface_hub, numpy as np, torch, torch.nn.functional as F,
 from PIL import Image
 from grpo import pil_to_tensor
 
-CLIP = "openai/clip-vit-large-patch14"  # or another CLIP, such as PickScore
+CLIP = "openai/clip-vit-large-patch14"  # or another CLIP
+PICKSCORE = "yuvalkirstain/PickScore_v1"  # a CLIP fine-tuned on people's preferences
+PICKSCORE_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 HEAD = "trl-lib/ddpo-aesthetic-predictor"  # LAION's, for this CLIP; or a file
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -57,27 +59,33 @@ def ocr(images, prompts, targets=None):
     return scores
 
 @functools.cache
-def load_clip():
+def load_clip(name, processor):
     """CLIP is loaded on first use, and kept on the CPU between uses."""
-    model = transformers.CLIPModel.from_pretrained(CLIP)
-    return model, transformers.CLIPProcessor.from_pretrained(CLIP)
+    model = transformers.CLIPModel.from_pretrained(name)
+    return model, transformers.CLIPProcessor.from_pretrained(processor)
 
-def embed(**inputs):
-    """-> CLIP's embeddings of images and of texts, [N, D] each, with norm 1."""
-    model, processor = load_clip()
-    inputs = processor(**inputs, return_tensors="pt", padding=True, truncation=True).to(DEVICE)
-    output = model.to(DEVICE)(**inputs)
+def embed(images, prompts, name, processor):
+    """-> CLIP's embeddings of images and texts, [N, D] each, with norm 1, and its logit scale."""
+    model, processor = load_clip(name, processor)
+    inputs = processor(
+        images=images, text=prompts, return_tensors="pt", padding=True, truncation=True)
+    output = model.to(DEVICE)(**inputs.to(DEVICE))
     model.cpu()
-    return output.image_embeds.cpu(), output.text_embeds.cpu()
+    return output.image_embeds.cpu(), output.text_embeds.cpu(), model.logit_scale.exp()
 
 def clip(images, prompts, targets=None):
     """Whether the image shows what the prompt says: the cosine of their CLIP embeddings."""
-    images, texts = embed(images=images, text=prompts)
+    images, texts, _ = embed(images, prompts, CLIP, CLIP)
     return (images * texts).sum(dim=1)
+
+def pickscore(images, prompts, targets=None):
+    """Which image of a prompt people would choose (arXiv 2305.01569): 100 x a cosine, about 20."""
+    images, texts, scale = embed(images, prompts, PICKSCORE, PICKSCORE_PROCESSOR)
+    return scale * (images * texts).sum(dim=1)
 
 def aesthetic(images, prompts, targets=None):
     """Whether it looks good, about 1 to 10: LAION's predictor, linear layers on CLIP embeddings."""
-    x, _ = embed(images=images, text=prompts)
+    x, _, _ = embed(images, prompts, CLIP, CLIP)
     name = "aesthetic-model.pth"
     file = HEAD if os.path.isfile(HEAD) else huggingface_hub.hf_hub_download(HEAD, name)
     layers = list(torch.load(file, map_location="cpu", weights_only=True).values())
