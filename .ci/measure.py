@@ -395,12 +395,12 @@ def advantages_not_divided(rewards, group_size):
 
 ABLATIONS = {  # name: settings
     "as shipped": {},
-    "noise of its own for each image": {},
+    "separate noise for each image": {},
     "group size 2 (16 prompts)": dict(group_size=2, batch_size=16),
     "group size 8 (4 prompts)": dict(group_size=8, batch_size=4),
     "group size 16 (2 prompts)": dict(group_size=16, batch_size=2),
-    "rewards not divided by the std": {},
-    "neither divided, nor a KL (Dr. GRPO)": dict(kl_coef=0.0),
+    "no division by the std": {},
+    "no division and no KL (Dr. GRPO)": dict(kl_coef=0.0),
     "no KL": dict(kl_coef=0.0),
     "KL 0.02": dict(kl_coef=0.02),
     "2 updates per rollout": dict(num_iterations=2),
@@ -413,10 +413,10 @@ def ablate(seeds):
         for name, settings in ABLATIONS.items():
             config = dataclasses.replace(grpo.parse_args(["--model", str(SMALL)]), **settings, seed=seed)
             wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
-            if name.startswith("noise"):
+            if name.startswith("separate"):
                 wrapper.decode = noise_of_its_own(wrapper.decode)
             prompts, _ = grpo.load_prompts(config.prompts)
-            compare = advantages_not_divided if "divided" in name else grpo.compute_advantages
+            compare = advantages_not_divided if "division" in name else grpo.compute_advantages
             with mock.patch.object(grpo, "compute_advantages", compare):
                 trainer = QuietTrainer(config, wrapper, prompts, grpo.load_rewards(config.reward))
                 trainer.train()
