@@ -637,7 +637,7 @@ def test_metrics_by_hand(tmp_path, monkeypatch):
         tmp_path / "run", {"a": (lambda *_: [0.3] * 4 + [1, 2, 3, 6], 2.0)}, steps=3, save_every=1)
     wrapper = trainer.wrapper
     forward = wrapper.forward
-    wrapper.forward = lambda *inputs: 0 * forward(*inputs)
+    wrapper.forward = lambda *inputs, **cache: 0 * forward(*inputs, **cache)
     generate = wrapper.generate_with_tracking = mock.Mock(wraps=wrapper.generate_with_tracking)
     monkeypatch.setattr(grpo, "time", mock.Mock(perf_counter=lambda: generate.call_count))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 3 * 2**30)
