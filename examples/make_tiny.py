@@ -19,6 +19,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
+from PIL import Image
 
 import grpo
 
@@ -160,6 +161,30 @@ def fit_policy(wrapper, draw, chance, steps, lr=5e-3):
 
     language_model = wrapper.policy.model.language_model
     minimize(compute_loss, [language_model, wrapper.policy.lm_head], steps, lr)
+
+def fit_vision(pipe, squares):
+    """Lets the vision tower see squares[k] as code k. Nothing is trained: the codebook's entries
+    become what the tower, whose weights stay random, sees in the squares."""
+    processor = pipe.processor
+    processor.image_processor = transformers.GlmImageImageProcessorPil(
+        patch_size=16, temporal_patch_size=1, merge_size=1,
+        size=dict(shortest_edge=32**2, longest_edge=2048**2))  # squares of the sides' lengths
+    tokenizer = processor.tokenizer
+    source = tokenizer.bos_token + tokenizer.image_token + tokenizer.eos_token
+    processor.chat_template = (
+        "{% for item in messages[0].content %}"
+        "{{ '" + source + "' if item.type == 'image' else item.text }}{% endfor %}")
+
+    model = pipe.vision_language_encoder.model
+    with torch.no_grad():
+        # A square must look the same wherever it is.
+        torch.nn.init.zeros_(model.visual.embeddings.position_embedding.weight)
+        pixels = (squares * 255).round().byte().movedim(1, 3).numpy()
+        images = [Image.fromarray(square) for square in pixels]
+        inputs = processor.image_processor(images, return_tensors="pt")
+        features = model.get_image_features(inputs.pixel_values, inputs.image_grid_thw)
+        seen = model.vqmodel.quant_conv(torch.stack(features.pooler_output))  # [V, 16, 1, 1]
+        model.vqmodel.quantize.embedding.weight.copy_(seen.flatten(1))
 
 def draw_color_prompts(B=16):
     """Sentences with one or more colours. The first one counts, as in the reward."""
