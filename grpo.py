@@ -431,7 +431,7 @@ class GRPOTrainer:
         self.save_checkpoint()
         names = "step reward reward_std loss kl entropy grad_norm sampler_gap_max".split()
         print(*[f"{name} {row[name]:<8.4g}" for name in names if name in row], flush=True)
-        if row["reward_std"] == 0:
+        if row.get("reward_std") == 0:
             print("All groups had equal rewards: this step taught nothing.", flush=True)
 
     def save_samples(self, step):
