@@ -35,7 +35,7 @@ def load_pictures(folder, size):
     return pairs
 
 def encode_pictures(pipe, pictures):
-    """-> codes [N, T], the draft's and then the large grid's. The draft is the same picture, resized,
+    """-> codes [N, T], the draft's, then the large grid's. The draft is the same picture, resized,
     as in FlashAR (arXiv 2605.09430). GLM-Image's authors have not published how they train."""
     width, height = pictures[0].size
     grids = pipe.processor(text=[""], target_h=height, target_w=width).image_grid_thw
@@ -50,7 +50,7 @@ class SFTTrainer(grpo.GRPOTrainer):
     """The loss is minus the mean log-prob of the codes [N, T]. LoRA, optimizer, files and --resume
     are those of GRPOTrainer. The first pictures are held out."""
     def __init__(self, config, wrapper, texts, codes):
-        super().__init__(config, wrapper, texts, rewards={})
+        super().__init__(config, wrapper, texts, {})  # no rewards
         self.codes = codes
         n = max(1, round(HELD_OUT * len(codes)))
         self.held_out, self.trained = torch.arange(len(codes)).tensor_split([n])
