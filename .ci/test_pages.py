@@ -112,7 +112,7 @@ def table(page, head):
 # --- All pages and files ------------------------------------------------------------------------------------
 def test_pages_are_short():
     """They have grown past what anybody reads before. A long program is a file, which an editor can check."""
-    assert sum(len(page.split()) for page in PAGES.values()) <= 6700
+    assert sum(len(page.split()) for page in PAGES.values()) <= 7200
     for name, page in PAGES.items():
         assert "awk" not in page, name  # Windows has none, and what it writes overwrites one's own changes
         for block in blocks_of(page):

@@ -141,8 +141,11 @@ def demo(tmp_path_factory):
     for name in ("grpo.py", "prompts.txt", "examples"):
         (folder / name).symlink_to(ROOT / name)
     commands = re.search(r"^```bash\n(python -m examples.mosaics\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[1]
-    commands = commands.replace("--out runs/mine", "--steps 14 --seed 5 --out runs/mine").replace("00020", "00014")
-    commands = commands.replace("--out runs/then", "--steps 1 --seed 5 --out runs/then")
+    for told, short in [
+            ("--out runs/mine", "--steps 14 --save-every 14 --seed 5 --out runs/mine"), ("00020", "00014"),
+            ("--steps 0 20", "--steps 0 14 --samples 2"), ("--out runs/then", "--steps 1 --seed 5 --out runs/then")]:
+        assert told in commands
+        commands = commands.replace(told, short)
     run = subprocess.run(f"set -e\n{commands}".replace("python ", f"{sys.executable} "), shell=True, cwd=folder,
                          capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
     assert run.returncode == 0, run.stderr
