@@ -80,6 +80,11 @@ def test_codes_are_the_drafts_then_the_large_grids(draft):
     rows = position_ids[1, 0, -len(codes):]
     assert rows[:h * w].unique().numel() == h and rows[h * w:].unique().numel() == 4  # the policy's grids are the same
 
+def test_at_512_the_codes_come_twice():
+    """The page says so: the draft of a square picture has 16 x 16 codes."""
+    codes, = sft.encode_pictures(make_pipe(draft=None), [draw("red", "green", "blue").resize((512, 512))])
+    assert len(codes) == 512 and torch.equal(codes[:256], codes[256:]) and len(set(codes.tolist())) >= 3
+
 def test_pictures_are_cropped_and_turned(tmp_path):
     """Stretched, a fox would be taught as a broad one; without EXIF's turn, a portrait would lie on its side."""
     turned = Image.Exif()
@@ -136,14 +141,14 @@ def test_held_out_pictures_are_not_trained(tmp_path):
 # --- Its command ----------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The page's commands with fewer steps -> where they ran, and what they printed."""
+    """The page's commands, with fewer pictures and one step of GRPO -> where they ran, and what they printed."""
     folder = tmp_path_factory.mktemp("demo")
     for name in ("grpo.py", "prompts.txt", "examples"):
         (folder / name).symlink_to(ROOT / name)
     commands = re.search(r"^```bash\n(python -m examples.mosaics\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[1]
     for told, short in [
-            ("--out runs/mine", "--steps 14 --save-every 14 --seed 5 --out runs/mine"), ("00020", "00014"),
-            ("--steps 0 20", "--steps 0 14 --samples 2"), ("--out runs/then", "--steps 1 --seed 5 --out runs/then")]:
+            ("--out runs/mine", "--save-every 20 --seed 5 --out runs/mine"),
+            ("--steps 0 20", "--steps 0 20 --samples 2"), ("--out runs/then", "--steps 1 --seed 5 --out runs/then")]:
         assert told in commands
         commands = commands.replace(told, short)
     run = subprocess.run(f"set -e\n{commands}".replace("python ", f"{sys.executable} "), shell=True, cwd=folder,
@@ -172,7 +177,7 @@ def test_the_adapter_gives_the_same_loss(demo):
     pipe = grpo.diffusers.GlmImagePipeline.from_pretrained(folder / "runs/mosaics/model")
     codes = sft.encode_pictures(pipe, [picture for _, picture in held_out])
     lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, 32)
-    lora.load(grpo.read_adapter(folder / "runs/mine/adapter_00014", 32))
+    lora.load(grpo.read_adapter(folder / "runs/mine/adapter_00020", 32))
     rollout = grpo.Rollout([text for text, _ in held_out], None, codes, None, None)
     loss = -wrapper.compute_logprobs(rollout)[0].mean().item()
     assert loss == pytest.approx(float(re.findall(r"held-out loss (\S+)", printed)[-1]), rel=1e-3)
@@ -284,6 +289,14 @@ def count_tower(side):
         features = model.get_image_features(pixels, torch.tensor([[1, h, h]]))
         model.get_image_tokens(features.pooler_output)
     return gpu.peaks["off"] / 2**30
+
+def test_the_page_is_short_and_its_arithmetic_holds():
+    """80 lines and 500 words are read to the end; the seconds are those of docs/figures.md with other factors."""
+    assert len(PAGE.splitlines()) <= 80 and len(PAGE.split()) <= 500
+    for T, prompt, tower, step in ((512, 49, 3, 0.6), (1280, 49, 8, 1.4)):
+        passes = 8 * 3 * 2 * 9e9 * (T + prompt) / 400e12  # forward, again, backward
+        assert round(passes, 1) == step and round(1e3 * 2 * 1.2e9 * T / 400e12) == tower
+    assert "take 3 or 8 milliseconds, and a step of 8 pictures 0.6 or 1.4 seconds" in re.sub(r"\s+", " ", PAGE)
 
 def test_the_memory_of_the_page():
     """Counted anew: where it does not fit a card of 24 GB, the page must not say so."""
