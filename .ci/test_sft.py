@@ -98,6 +98,9 @@ def test_pictures_are_cropped_and_turned(tmp_path):
         assert text in ("a fox", "an owl") and picture.size == (64, 64)
         edge, middle, _ = (picture.getpixel((32, y)) for y in (2, 32, 61))
         assert min(middle) > 240 and min(edge) > 240, text  # what was red and green is cut off
+    for text, picture in sft.load_pictures(tmp_path, (32, 96)):
+        red, white, green = (picture.getpixel((16, y)) for y in (10, 48, 86))
+        assert red[0] > 200 > 60 > red[1] and min(white) > 240 and green[1] > green[0] + 60, text
 
 # --- The loss and its gradient --------------------------------------------------------------------------------
 def test_loss_is_the_cross_entropy_by_hand(tmp_path):
