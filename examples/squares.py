@@ -1,0 +1,108 @@
+"""The small world of edit.py: pictures of 3 x 3 coloured squares, instructions such as "paint the
+red squares blue", and a small GLM-Image that follows them half of the time.
+
+edit.py calls it. In runs/squares it writes the pictures, as sources for training and others that
+are held out, and the model: the real classes, with eight codes, the COLORS of grpo.py. DiT and VAE
+are those of tiny-glm-image. The vision tower knows the eight colours. The policy has two layers. It
+is fitted to edit, and then to make mistakes: a square to be painted is left as it is in half of the
+cases, and 35 % of all squares have any colour. GRPO has to undo that.
+"""
+import json
+import random
+from pathlib import Path
+
+import diffusers
+import torch
+import transformers
+from PIL import Image
+
+import grpo
+from examples import make_tiny
+from examples.codes import load_prompts
+
+FOLDER = Path("runs/squares")
+SIDE = 3  # squares in a row and in a column
+NAMES = list(grpo.COLORS)  # code k is the colour NAMES[k]
+PALETTE = torch.stack(list(grpo.COLORS.values()))  # [V, 3], in 0..1
+
+# The defaults of `python -m examples.edit` when it trains this model.
+SETTINGS = make_tiny.SETTINGS | dict(
+    steps=60, lr=1e-3, group_size=8, micro_batch_size=64, width=32 * SIDE, height=32 * SIDE,
+    prompts=str(FOLDER / "prompts.txt"), reward="examples/squares.py:right")
+
+def paint(codes):
+    """Codes [SIDE, SIDE] -> a PIL image of these squares."""
+    pixels = (PALETTE[codes] * 255).round().byte().numpy()
+    return Image.fromarray(pixels).resize((32 * SIDE, 32 * SIDE), Image.NEAREST)
+
+def look(image):
+    """The inverse of `paint`: the code whose colour is nearest to the mean of each square."""
+    pixels = grpo.pil_to_tensor([image])
+    means = torch.nn.functional.avg_pool2d(pixels, 32)[0].movedim(0, 2)  # [SIDE, SIDE, 3]
+    return (means[:, :, None] - PALETTE).square().sum(3).argmin(2)
+
+def edit(codes, instruction):
+    """What the squares should be: "paint the red squares blue" names the old and the new colour."""
+    old, new = [NAMES.index(word) for word in instruction.split() if word in NAMES]
+    return torch.where(codes == old, new, codes)
+
+def right(images, prompts, targets):
+    """The reward: the share of squares that are as they should be."""
+    return [(look(image) == edit(look(source), prompt)).float().mean()
+            for image, prompt, source in zip(images, prompts, targets)]
+
+def write_once():
+    """Sources and prompts. Those of the held-out prompts, and their pairs of colours, occur in no
+    other prompt."""
+    if FOLDER.exists():
+        return
+    FOLDER.mkdir(parents=True)
+    rng = random.Random(0)
+    lines = dict(prompts=[], held_out=[])
+    for number in range(200):
+        colors = rng.sample(range(len(NAMES)), 3)
+        codes = torch.tensor([[rng.choice(colors) for _ in range(SIDE)] for _ in range(SIDE)])
+        paint(codes).save(FOLDER / f"{number:03}.png")
+        file = "prompts" if number < 150 else "held_out"
+        for old in sorted(set(codes.flatten().tolist())):
+            for new in range(len(NAMES)):
+                held_out = (old + new) % 8 == 3  # one pair in eight
+                if old != new and held_out == (file == "held_out"):
+                    line = f"paint the {NAMES[old]} squares {NAMES[new]}\t{number:03}.png"
+                    lines[file].append(line)
+    for file, rows in lines.items():
+        rows = rng.sample(rows, 600 if file == "prompts" else 48)
+        (FOLDER / f"{file}.txt").write_text("\n".join(rows) + "\n")
+    (FOLDER / "grpo.json").write_text(json.dumps(SETTINGS, indent=4) + "\n")
+
+def fit_once(Wrapper, path):
+    """Makes and saves the model, unless `path` is that of another one."""
+    if Path(path) != FOLDER or (FOLDER / "model_index.json").exists():
+        return
+    transformers.set_seed(0)
+    rotary = dict(rope_type="default", rope_theta=1000.0, mrope_section=[1] * 16)
+    pipe = make_tiny.make_models(
+        grpo.COLORS, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        initializer_range=0.05, rope_parameters=rotary)
+    small = diffusers.GlmImagePipeline.from_pretrained(grpo.SMALL_MODEL)
+    pipe.register_modules(transformer=small.transformer, vae=small.vae)
+    make_tiny.fit_vision(pipe, PALETTE[:, :, None, None].expand(-1, -1, 32, 32))
+    config = grpo.Config(**SETTINGS, offload="off")
+    wrapper = Wrapper(pipe, config)
+    fit_policy(wrapper, chance=0.98, share=1.0, steps=1000, lr=5e-3)  # it learns to edit
+    fit_policy(wrapper, chance=0.65, share=0.5, steps=150, lr=2e-3)  # and to make mistakes
+    pipe.save_pretrained(FOLDER)
+
+def fit_policy(wrapper, chance, share, steps, lr):
+    """Fits it to edit a square with probability `share`, and else to leave it as it is."""
+    prompts, sources = load_prompts(wrapper.config.prompts)
+    before = torch.stack([look(source) for source in sources])
+    after = torch.stack([edit(*pair) for pair in zip(before, prompts)])
+
+    def draw(B=16):
+        rows = random.sample(range(len(prompts)), B)
+        edited = torch.rand(before[rows].shape) < share
+        codes = torch.where(edited, after[rows], before[rows])
+        return [prompts[i] for i in rows], codes.flatten(1)
+
+    make_tiny.fit_policy(wrapper, draw, chance, steps, lr)
