@@ -70,6 +70,16 @@ class EditWrapper(grpo.GLMImageWrapper):
         position_ids = pad(position_ids, padding_value=-1).movedim(2, 0)
         return ids.to(grpo.DEVICE), position_ids.to(grpo.DEVICE), bias
 
+    def forward(self, ids, position_ids, bias, cache=None):
+        """The sampler's prompts, which are long, go through in pieces: whole, they take 6 GiB."""
+        if cache is None:
+            return super().forward(ids, position_ids, bias)
+        for start in range(0, ids.shape[1], 64):
+            piece = slice(start, start + 64)
+            logits = super().forward(
+                ids[:, piece], position_ids[..., piece], bias[:, :, piece], cache)
+        return logits  # of the last piece
+
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
         """As in grpo.py, but the pipeline also gets each source, its codes and their grid."""
@@ -93,12 +103,8 @@ class EditWrapper(grpo.GLMImageWrapper):
                     num_inference_steps=config.decode_steps, generator=noise).images
         return images
 
-def load_model(path, config):
-    squares.fit_once(EditWrapper, path)
-    return EditWrapper.from_pretrained(path, config)
-
 if __name__ == "__main__":
     squares.write_once()
     grpo.main(
-        load_model=load_model, load_prompts=load_prompts, load_rewards=load_rewards,
-        model=str(squares.FOLDER))
+        load_model=functools.partial(squares.load_model, EditWrapper),
+        load_prompts=load_prompts, load_rewards=load_rewards, model=str(squares.FOLDER))

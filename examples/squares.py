@@ -75,10 +75,13 @@ def write_once():
         (FOLDER / f"{file}.txt").write_text("\n".join(rows) + "\n")
     (FOLDER / "grpo.json").write_text(json.dumps(SETTINGS, indent=4) + "\n")
 
-def fit_once(Wrapper, path):
-    """Makes and saves the model, unless `path` is that of another one."""
-    if Path(path) != FOLDER or (FOLDER / "model_index.json").exists():
-        return
+def load_model(Wrapper, path, config):
+    """Any model; this one is fitted when it is first wanted."""
+    if Path(path) == FOLDER and not (FOLDER / "model_index.json").exists():
+        fit(Wrapper)
+    return Wrapper.from_pretrained(path, config)
+
+def fit(Wrapper):
     transformers.set_seed(0)
     rotary = dict(rope_type="default", rope_theta=1000.0, mrope_section=[1] * 16)
     pipe = make_tiny.make_models(
