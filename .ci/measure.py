@@ -387,10 +387,10 @@ def memory():
     print("\nKernels at 512, 8 x 4, one image at a time:\n\n| kernels per token | per DiT pass | per micro-batch |\n"
           f"|---|---|---|\n| {kernels['sample']:,} | {kernels['decode']:,} | {kernels['update']:,} |")
 
-def memory_of_edits():
+def memory_of_edits(sides=(512, 1024)):
     """A table, with --offload on. The vision tower comes when a source is seen for the first time."""
     print("| size | codes of a source | sample | decode | update |\n|---|---|---|---|---|")
-    for side in (512, 1024):
+    for side in sides:
         peaks, _ = count_memory(side, 8, Wrapper=EditWrapper)
         cells = [count_vision(side), *(peaks[phase]["on"] for phase in ("sample", "decode", "update"))]
         print(f"| {side} |", " | ".join(f"{cell:.1f}" for cell in cells), "|", flush=True)

@@ -26,7 +26,8 @@ def main(run, prompts_path, film_path):
     labels = ["before", "after"]
     print_table(labels, results)
     instructions = [prompt.split("\t")[0] for prompt in prompts]
-    draw_film(["source", *labels], [sources, *images], instructions).save(film_path)
+    film = draw_film(["source", *labels], [sources, *images], instructions)
+    film.quantize(64).save(film_path)  # a small file
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -52,24 +52,25 @@ def right(images, prompts, targets):
             for image, prompt, source in zip(images, prompts, targets)]
 
 def write_once():
-    """Sources and prompts. Those of the held-out prompts, and their pairs of colours, occur in no
-    other prompt."""
+    """Pictures, and three files of prompts. Those of held_out.txt have pictures that no prompt of
+    prompts.txt has. Those of new_pairs.txt have new pictures and new pairs of colours."""
     if FOLDER.exists():
         return
     FOLDER.mkdir(parents=True)
     rng = random.Random(0)
-    lines = dict(prompts=[], held_out=[])
+    lines = dict(prompts=[], held_out=[], new_pairs=[])
     for number in range(200):
         colors = rng.sample(range(len(NAMES)), 3)
         codes = torch.tensor([[rng.choice(colors) for _ in range(SIDE)] for _ in range(SIDE)])
         paint(codes).save(FOLDER / f"{number:03}.png")
-        file = "prompts" if number < 150 else "held_out"
-        for old in sorted(set(codes.flatten().tolist())):
-            for new in range(len(NAMES)):
-                held_out = (old + new) % 8 == 3  # one pair in eight
-                if old != new and held_out == (file == "held_out"):
-                    line = f"paint the {NAMES[old]} squares {NAMES[new]}\t{number:03}.png"
-                    lines[file].append(line)
+        for old in codes.unique().tolist():
+            for new in set(range(len(NAMES))) - {old}:
+                line = f"paint the {NAMES[old]} squares {NAMES[new]}\t{number:03}.png"
+                is_new_pair = (old + new) % 8 == 3  # one pair in seven
+                if number < 150 and not is_new_pair:
+                    lines["prompts"].append(line)
+                elif number >= 150:
+                    lines["new_pairs" if is_new_pair else "held_out"].append(line)
     for file, rows in lines.items():
         rows = rng.sample(rows, 600 if file == "prompts" else 48)
         (FOLDER / f"{file}.txt").write_text("\n".join(rows) + "\n")
