@@ -1,5 +1,5 @@
 """Tests of docs/edit.md: edit.py against the stock pipeline and `transformers`, its input, and that it learns. No network."""
-import json, os, re, runpy, subprocess, sys
+import contextlib, json, os, re, runpy, subprocess, sys
 from pathlib import Path
 from unittest import mock
 
@@ -49,11 +49,14 @@ def make_stock_inputs(wrapper, prompts):
         processor_kwargs=dict(padding=True, target_h=HEIGHT, target_w=WIDTH))
 
 def repair(pipe):
-    """The stock pipeline joins the features of the pictures to one tensor, and `transformers` 5.23 wants a list."""
+    """The lines of use_edit.py, undone at the end of the `with`."""
     policy = pipe.vision_language_encoder
-    return mock.patch.object(
-        policy, "get_image_tokens",
-        lambda features, grids: policy.model.get_image_tokens(features.unflatten(0, (len(grids), -1))))
+    code = (ROOT / "examples/use_edit.py").read_text()
+    lines, = re.findall(r"^(policy\.get_image_tokens = .*?)^pipe\.", code, re.DOTALL | re.MULTILINE)
+    stock = mock.patch.object(policy, "get_image_tokens", policy.get_image_tokens)
+    stock.start()
+    exec(lines, dict(policy=policy))
+    return contextlib.closing(mock.Mock(close=stock.stop))
 
 def test_codes_are_the_stock_pipelines(wrapper, tmp_path):
     """Codes of another grid, or made of pixels prepared in another way, would name what is not in the picture."""
@@ -186,11 +189,12 @@ def test_squares(tmp_path, monkeypatch):
     """Held-out pictures or pairs of colours that are also trained, or a reward that is 1 for a copy."""
     monkeypatch.chdir(tmp_path)
     squares.write_once()
-    trained, held_out = (codes.load_prompts(squares.FOLDER / name) for name in ("prompts.txt", "held_out.txt"))
-    assert len(set(trained[0])) == 600 and len(set(held_out[0])) == 48
-    for column in (0, 1):
-        a, b = ({prompt.split("\t")[column] for prompt in prompts} for prompts, _ in (trained, held_out))
-        assert not a & b
+    used = {name: codes.load_prompts(squares.FOLDER / f"{name}.txt")[0] for name in ("prompts", "held_out", "new_pairs")}
+    assert [len(set(prompts)) for prompts in used.values()] == [600, 48, 48]
+    texts, sources = ({name: {prompt.split("\t")[column] for prompt in prompts} for name, prompts in used.items()}
+                      for column in (0, 1))
+    assert not sources["prompts"] & (sources["held_out"] | sources["new_pairs"])
+    assert texts["held_out"] <= texts["prompts"] and not texts["prompts"] & texts["new_pairs"]
     grid = torch.tensor([[0, 3, 0], [3, 3, 3], [7, 7, 0]])
     image = squares.paint(grid)
     assert squares.look(image).equal(grid)
@@ -234,4 +238,9 @@ def test_memory_of_the_page(capsys):
     assert len(cells) == 4 and max(cells) <= 22
 
 def test_figures_of_the_page():
-    """What the page says of the defaults, of lengths and of positions is so."""
+    """What the page says of the settings is so; it loads nothing."""
+    settings = grpo.Config(**squares.SETTINGS)
+    run = f"{settings.steps} steps of {settings.batch_size} prompts x {settings.group_size} images"
+    assert run in PAGE and len(PAGE.splitlines()) <= 80
+    rewards = re.findall(r"^\| mean reward .*?\| (.*) \|$", PAGE, re.MULTILINE)[0].split(" | ")
+    assert len(rewards) == 3 and all(float(pair.split(", ")[1]) > 0.9 for pair in rewards)

@@ -1,5 +1,6 @@
 """Pictures as input: reads the sources of edits, and turns pictures into GLM-Image's codes.
 
+    from examples.codes import encode_images
     pipe = diffusers.GlmImagePipeline.from_pretrained(..)
     codes, = encode_images(pipe, [Image.open("fox.png")])  # [height / 32, width / 32]
 """

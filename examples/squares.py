@@ -1,11 +1,11 @@
 """The small world of edit.py: pictures of 3 x 3 coloured squares, instructions such as "paint the
 red squares blue", and a small GLM-Image that follows them half of the time.
 
-edit.py calls it. In runs/squares it writes the pictures, as sources for training and others that
-are held out, and the model: the real classes, with eight codes, the COLORS of grpo.py. DiT and VAE
-are those of tiny-glm-image. The vision tower knows the eight colours. The policy has two layers. It
-is fitted to edit, and then to make mistakes: a square to be painted is left as it is in half of the
-cases, and 35 % of all squares have any colour. GRPO has to undo that.
+edit.py calls it, with --reward examples/squares.py:right, and it writes to runs/squares: pictures
+for training, others that are held out, and the model. That has the real classes and eight codes,
+the COLORS of grpo.py. DiT and VAE are those of tiny-glm-image, the vision tower knows the colours,
+and the policy has two layers. It is fitted to edit, and then to make mistakes: it leaves half of
+the squares that it should paint, and 35 % of all squares get some other colour.
 """
 import json
 import random
