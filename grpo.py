@@ -669,8 +669,7 @@ class GLMImageWrapper(PolicyWrapper):
     def generate_with_tracking(self, prompts, group_size, seeds):
         tokens, logprobs, nuclei = self.sample(prompts, group_size, seeds)
         images = self.decode(prompts, tokens, seeds)
-        repeated = np.repeat(prompts, group_size).tolist()
-        return Rollout(repeated, images, tokens, logprobs, nuclei)
+        return Rollout(np.repeat(prompts, group_size).tolist(), images, tokens, logprobs, nuclei)
 
 # --- The command line ---------------------------------------------------------
 def parse_args(argv=None, **defaults):
@@ -719,7 +718,8 @@ def check_before_loading(config, prompts, targets, rewards):
     if config.out and (config.resume or os.path.exists(config.out)):
         raise BadInput(f"--out {config.out}: must be a new folder; a resumed run has its own")
 
-def main(argv=None, load_model=GLMImageWrapper.from_pretrained, **defaults):
+def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
+         load_prompts=load_prompts, load_rewards=load_rewards, **defaults):
     """`load_model` and `defaults` are for programs that train another model: examples/toy.py."""
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -1,11 +1,40 @@
-"""Turns pictures into GLM-Image's codes, by its own vision tower and codebook:
+"""Pictures as input: reads the sources of edits, and turns pictures into GLM-Image's codes.
 
+    from examples.codes import encode_images
     pipe = diffusers.GlmImagePipeline.from_pretrained(..)
     codes, = encode_images(pipe, [Image.open("fox.png")])  # [height / 32, width / 32]
 """
+from pathlib import Path
+
 import torch
+from PIL import Image
 
 import grpo
+
+def load_prompts(path):
+    """Lines `instruction<TAB>source.png` -> prompts `instruction<TAB>path of the source`, and the
+    sources, PIL images."""
+    if path is None:
+        raise grpo.BadInput("--prompts: needs a file of lines `instruction<TAB>source.png`")
+    with grpo.input_errors(f"--prompts {path}"):
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    prompts = []
+    sources = []
+    for number, line in enumerate(lines, start=1):
+        instruction, *names = line.strip().split("\t")
+        if instruction and not instruction.startswith("#"):
+            where = f"--prompts {path}, line {number}"
+            if len(names) != 1:
+                raise grpo.BadInput(f"{where}: needs one tab and one source, not {len(names)}")
+            source = Path(path).parent / names[0]
+            with grpo.input_errors(where):
+                sources.append(Image.open(source).convert("RGB"))
+            if sources[-1].width % 32 or sources[-1].height % 32:
+                raise grpo.BadInput(f"{where}: the sides of {source} must be multiples of 32")
+            prompts.append(f"{instruction}\t{source}")
+    if not prompts:
+        raise grpo.BadInput(f"--prompts {path}: has no prompts")
+    return prompts, sources
 
 @torch.no_grad()
 def encode_images(pipe, images):
@@ -30,3 +59,7 @@ def encode_images(pipe, images):
         codes.append(model.get_image_tokens(features.pooler_output).view(h, w).cpu())
     tower.to(home)  # the two halves of the model need the room
     return codes
+
+def repeat_codes(codes):
+    """[N, h, w] -> [N, 2 * h, 2 * w]: the DiT wants each code as 2 x 2."""
+    return codes.repeat_interleave(2, 1).repeat_interleave(2, 2)

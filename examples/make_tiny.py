@@ -46,8 +46,9 @@ def make_tokenizer(words):
         tokenizer_object=tokenizer, model_specific_special_tokens=own, padding_side="left",
         model_input_names=["input_ids", "attention_mask"], **marks)
 
-def make_models(words):
-    """-> a GlmImagePipeline of random weights, with a code for each word."""
+def make_models(words, **changes):
+    """-> a GlmImagePipeline of random weights, with a code for each word. `changes` are settings of
+    the policy in place of those below."""
     V = len(words)
     tokenizer = make_tokenizer(words)
     processor = transformers.GlmImageProcessor(
@@ -62,9 +63,9 @@ def make_models(words):
         rope_parameters=dict(rope_type="default", rope_theta=1000.0, mrope_section=[2] * 16),
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
 
-    # The image encoder, `vision_config` and `vq_config`, is unused here and made tiny.
+    # The image encoder, `vision_config` and `vq_config`, is made tiny. `fit_vision` makes it usable.
     policy = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
-        text_config=text_config,
+        text_config=text_config | changes,
         vision_config=dict(depth=0, image_size=32, hidden_size=16),
         vq_config=dict(embed_dim=16, num_embeddings=V, latent_channels=16),
         image_start_token_id=tokenizer.bos_token_id, image_end_token_id=tokenizer.eos_token_id,
@@ -157,7 +158,8 @@ def fit_policy(wrapper, draw, chance, steps, lr=5e-3):
         logits = wrapper.forward(torch.cat([ids, tokens], 1), position_ids, bias)
         logprobs = logits[:, L - 1:-1].log_softmax(2)  # place i predicts code i + 1
         losses = -(chances.to(grpo.DEVICE) * logprobs).sum(2)  # cross entropy [B, T]
-        return losses[:, :draft].mean() + losses[:, draft:].mean()
+        loss = losses[:, draft:].mean()
+        return losses[:, :draft].mean() + loss if draft else loss  # the mean of nothing is NaN
 
     language_model = wrapper.policy.model.language_model
     minimize(compute_loss, [language_model, wrapper.policy.lm_head], steps, lr)
