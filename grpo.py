@@ -430,7 +430,7 @@ class GRPOTrainer:
         names = "step reward reward_std loss kl entropy grad_norm sampler_gap_max".split()
         names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
         print(*[f"{name} {row[name]:<8.4g}" for name in names if name in row], flush=True)
-        if row["reward_std"] == 0:
+        if row.get("reward_std") == 0:
             print("All groups had equal rewards: this step taught nothing.", flush=True)
 
     def save_samples(self, step):
@@ -677,8 +677,7 @@ class GLMImageWrapper(PolicyWrapper):
     def generate_with_tracking(self, prompts, group_size, seeds):
         tokens, logprobs, nuclei = self.sample(prompts, group_size, seeds)
         images = self.decode(prompts, tokens, seeds)
-        repeated = np.repeat(prompts, group_size).tolist()
-        return Rollout(repeated, images, tokens, logprobs, nuclei)
+        return Rollout(np.repeat(prompts, group_size).tolist(), images, tokens, logprobs, nuclei)
 
 # --- The command line ---------------------------------------------------------
 def parse_args(argv=None, **defaults):
@@ -727,7 +726,8 @@ def check_before_loading(config, prompts, targets, rewards):
     if config.out and (config.resume or os.path.exists(config.out)):
         raise BadInput(f"--out {config.out}: must be a new folder; a resumed run has its own")
 
-def main(argv=None, load_model=GLMImageWrapper.from_pretrained, **defaults):
+def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
+         load_prompts=load_prompts, load_rewards=load_rewards, **defaults):
     """`load_model` and `defaults` are for programs that train another model: examples/toy.py."""
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -3,6 +3,7 @@
     python .ci/measure.py bench [flags of grpo.py]    seconds of the stock recipe and of ours, one table
     python .ci/measure.py bench --model random ..     the same, at GLM-Image's real sizes with random weights
     python .ci/measure.py memory                      GiB and kernels of a GPU, counted without one; a minute
+    python .ci/measure.py edit                        GiB of examples/edit.py, counted in the same way
     python .ci/measure.py ablate [seeds]              what each choice is worth, on the small GLM-Image
     python .ci/measure.py depth                       how far bf16 rounds at depth; minutes of a core
 """
@@ -18,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
-from examples.make_tiny import make_models
+from examples.edit import EditWrapper
+from examples.make_tiny import fit_vision, make_models
+from PIL import Image
 
 SMALL = Path(grpo.__file__).with_name("examples") / "tiny-glm-image"
 
@@ -62,6 +65,7 @@ def make_real(device):
             use_quant_conv=False, use_post_quant_conv=False).to(home)
     ar.generation_config.update(do_sample=True, temperature=0.9, top_p=0.75)
     small = make_models(grpo.COLORS)
+    fit_vision(small, torch.zeros(8, 3, 32, 32))  # for its processor
     return diffusers.GlmImagePipeline(small.tokenizer, small.processor, t5, ar, vae, dit, small.scheduler)
 
 def tensors_of(*modules):
@@ -200,15 +204,16 @@ def skip_tokens(forward, T):
 
     return forward_rarely
 
-def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
+def count_memory(side, num_prompts, micro_batch_size=1, group_size=4, Wrapper=grpo.GLMImageWrapper):
     """Highest GiB alive on the GPU in the second step, of two micro-batches -> {phase: {"on", "off"}}, by
     --offload, and {phase: kernels of one more token, DiT pass, micro-batch}. Real numbers are wanted by the
     prompts, read on the host, and by the scheduler."""
-    T = 256 + (side // 32) ** 2
+    draft = 0 if Wrapper is EditWrapper else 256
+    T = draft + (side // 32) ** 2
     n = 2 * micro_batch_size
     config = grpo.Config(width=side, height=side, batch_size=num_prompts, group_size=group_size,
                          micro_batch_size=micro_batch_size, decode_steps=2, offload="off")
-    prompt = "red " * 40
+    prompt = "red " * 40 if draft else "red " * 40 + "\tsource.png"
     rollout = grpo.Rollout([prompt] * n, [None] * n, tokens=torch.zeros(n, T).long(),
                            logprobs=torch.zeros(n, T), nuclei=torch.ones(n, T, 16384).bool())
     peaks = {}
@@ -216,7 +221,8 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
     marks = {"forward": [], "dit": [], "compute_logprobs": []}  # kernels so far, at each call
     with mock.patch.object(grpo, "DEVICE", torch.device("meta")):
         pipe = make_real("meta")
-        wrapper = grpo.GLMImageWrapper(pipe, config)
+        wrapper = Wrapper(pipe, config)
+    wrapper.load_source = lambda path: (Image.new("RGB", (side, side)), torch.zeros(side // 32, side // 32).long())
     encode = wrapper.encode
 
     def marked(name, function):
@@ -274,6 +280,24 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4):
             left = gpu.now - resident
             assert left < 2**20, f"{phase.__name__} leaves {left} bytes behind"
     return peaks, kernels
+
+def count_vision(side):
+    """Highest GiB alive while the policy's half is on the GPU and a source is made into codes. Like `encode_images`,
+    part by part, as the sizes of the pictures are read from a tensor, which has no contents here."""
+    pipe = make_real("meta")
+    ar = pipe.vision_language_encoder  # with its vision tower and codebook
+    grid = side // 32
+    N = grid ** 2
+    with mock.patch.object(F, "scaled_dot_product_attention", attend), torch.no_grad(), FakeGPU(ar) as gpu:
+        gpu.peaks["off"] = 0  # without what it saw of the weights
+        model = ar.model
+        features = model.visual.patch_embed(torch.empty(N, 3 * 16 * 16, device="meta"))
+        places = torch.empty(N, device="meta")
+        features = model.visual.embeddings(features, [N], torch.ones(1, 3, device="meta"), places, places)
+        for block in model.visual.blocks:
+            features = block(features, cu_seqlens=torch.tensor([0, N]))
+        model.vqmodel.encode(features.T.reshape(1, -1, grid, grid))
+    return gpu.peaks["off"] / 2**30
 
 # --- The benchmark --------------------------------------------------------------------------------------
 def clock(function, *args):
@@ -379,6 +403,14 @@ def memory():
     print("\nKernels at 512, 8 x 4, one image at a time:\n\n| kernels per token | per DiT pass | per micro-batch |\n"
           f"|---|---|---|\n| {kernels['sample']:,} | {kernels['decode']:,} | {kernels['update']:,} |")
 
+def memory_of_edits(sides=(512, 1024)):
+    """A table, with --offload on. The vision tower comes when a source is seen for the first time."""
+    print("| size | codes of a source | sample | decode | update |\n|---|---|---|---|---|")
+    for side in sides:
+        peaks, _ = count_memory(side, 8, Wrapper=EditWrapper)
+        cells = [count_vision(side), *(peaks[phase]["on"] for phase in ("sample", "decode", "update"))]
+        print(f"| {side} |", " | ".join(f"{cell:.1f}" for cell in cells), "|", flush=True)
+
 # --- What each choice is worth --------------------------------------------------------------------------
 def noise_of_its_own(decode):
     """Instead of one for the group: every image starts from other noise."""
@@ -472,6 +504,8 @@ if __name__ == "__main__":
         bench(rest)
     elif name == "memory" and not rest:
         memory()
+    elif name == "edit" and not rest:
+        memory_of_edits()
     elif name == "ablate":
         ablate([int(seed) for seed in rest] or range(5))
     elif name == "depth" and not rest:

@@ -19,6 +19,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
+from PIL import Image
 
 import grpo
 
@@ -45,8 +46,9 @@ def make_tokenizer(words):
         tokenizer_object=tokenizer, model_specific_special_tokens=own, padding_side="left",
         model_input_names=["input_ids", "attention_mask"], **marks)
 
-def make_models(words):
-    """-> a GlmImagePipeline of random weights, with a code for each word."""
+def make_models(words, **changes):
+    """-> a GlmImagePipeline of random weights, with a code for each word. `changes` are settings of
+    the policy in place of those below."""
     V = len(words)
     tokenizer = make_tokenizer(words)
     processor = transformers.GlmImageProcessor(
@@ -61,9 +63,9 @@ def make_models(words):
         rope_parameters=dict(rope_type="default", rope_theta=1000.0, mrope_section=[2] * 16),
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
 
-    # The image encoder, `vision_config` and `vq_config`, is unused here and made tiny.
+    # The image encoder, `vision_config` and `vq_config`, is made tiny. `fit_vision` makes it usable.
     policy = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
-        text_config=text_config,
+        text_config=text_config | changes,
         vision_config=dict(depth=0, image_size=32, hidden_size=16),
         vq_config=dict(embed_dim=16, num_embeddings=V, latent_channels=16),
         image_start_token_id=tokenizer.bos_token_id, image_end_token_id=tokenizer.eos_token_id,
@@ -156,10 +158,35 @@ def fit_policy(wrapper, draw, chance, steps, lr=5e-3):
         logits = wrapper.forward(torch.cat([ids, tokens], 1), position_ids, bias)
         logprobs = logits[:, L - 1:-1].log_softmax(2)  # place i predicts code i + 1
         losses = -(chances.to(grpo.DEVICE) * logprobs).sum(2)  # cross entropy [B, T]
-        return losses[:, :draft].mean() + losses[:, draft:].mean()
+        loss = losses[:, draft:].mean()
+        return losses[:, :draft].mean() + loss if draft else loss  # the mean of nothing is NaN
 
     language_model = wrapper.policy.model.language_model
     minimize(compute_loss, [language_model, wrapper.policy.lm_head], steps, lr)
+
+def fit_vision(pipe, squares):
+    """Lets the vision tower see squares[k] as code k. Nothing is trained: the codebook's entries
+    become what the tower, whose weights stay random, sees in the squares."""
+    processor = pipe.processor
+    processor.image_processor = transformers.GlmImageImageProcessorPil(
+        patch_size=16, temporal_patch_size=1, merge_size=1,
+        size=dict(shortest_edge=32**2, longest_edge=2048**2))  # squares of the sides' lengths
+    tokenizer = processor.tokenizer
+    source = tokenizer.bos_token + tokenizer.image_token + tokenizer.eos_token
+    processor.chat_template = (
+        "{% for item in messages[0].content %}"
+        "{{ '" + source + "' if item.type == 'image' else item.text }}{% endfor %}")
+
+    model = pipe.vision_language_encoder.model
+    with torch.no_grad():
+        # A square must look the same wherever it is.
+        torch.nn.init.zeros_(model.visual.embeddings.position_embedding.weight)
+        pixels = (squares * 255).round().byte().movedim(1, 3).numpy()
+        images = [Image.fromarray(square) for square in pixels]
+        inputs = processor.image_processor(images, return_tensors="pt")
+        features = model.get_image_features(inputs.pixel_values, inputs.image_grid_thw)
+        seen = model.vqmodel.quant_conv(torch.stack(features.pooler_output))  # [V, 16, 1, 1]
+        model.vqmodel.quantize.embedding.weight.copy_(seen.flatten(1))
 
 def draw_color_prompts(B=16):
     """Sentences with one or more colours. The first one counts, as in the reward."""

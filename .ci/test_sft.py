@@ -1,0 +1,310 @@
+"""Tests of docs/sft.md: its sft.py learns the codes of pictures, by identities mostly. No network, no GPU."""
+import json, os, re, runpy, subprocess, sys
+from pathlib import Path
+from unittest import mock
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
+
+import pytest, torch
+import torch.nn.functional as F
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/sft.md").read_text()
+sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
+import grpo, measure
+from examples import make_tiny, mosaics, sft
+torch.set_num_threads(1)
+
+NAMES = list(grpo.COLORS)
+TEXTS = ["a red fox", "yellow", "a blue door and a white wall", "green", "black"]
+
+def make_pipe(draft=(2, 2)):
+    """The small GLM-Image with random weights, always the same, which sees its eight colours. A small draft is quick."""
+    torch.manual_seed(0)
+    pipe = make_tiny.make_models(grpo.COLORS)
+    torch.nn.init.ones_(pipe.vision_language_encoder.model.language_model.norm.weight)
+    make_tiny.fit_vision(pipe, mosaics.PALETTE[:, :, None, None].expand(-1, -1, 32, 32))
+    if draft:
+        pipe.processor._get_target_shape = lambda height, width: (height // 32, width // 32, *draft)
+    return pipe
+
+def make_trainer(out, **settings):
+    """64 wide and 128 high; the codes are random; the first of five pictures is held out."""
+    own = dict(width=64, height=128, temperature=1.0, batch_size=4, steps=2, micro_batch_size=4, model="small")
+    config = grpo.Config(**make_tiny.SETTINGS | own | settings, out=str(out))
+    wrapper = grpo.GLMImageWrapper(make_pipe(), config)
+    codes = torch.randint(8, (5, 12), generator=torch.Generator().manual_seed(1))
+    return sft.SFTTrainer(config, wrapper, TEXTS, codes)
+
+def perturb(trainer):
+    """Adapters that do something: B starts at 0."""
+    torch.manual_seed(5)
+    for weight in trainer.lora.weights.values():
+        weight.data.add_(0.1 * torch.randn_like(weight))
+
+def gradient(trainer, rows):
+    """The loss of these rows, and the gradient of it."""
+    trainer.optimizer.zero_grad()
+    total = 0.0
+    for loss in trainer.compute_losses(torch.tensor(rows)):
+        loss.backward()
+        total += loss.item()
+    return total, [weight.grad.clone() for weight in trainer.lora.weights.values()]
+
+def draw(*names):
+    """A picture of squares of 32 x 32 pixels in these colours, one below another."""
+    image = Image.new("RGB", (32, 32 * len(names)))
+    for i, name in enumerate(names):
+        image.paste(tuple(int(255 * value) for value in grpo.COLORS[name]), (0, 32 * i, 32, 32 * i + 32))
+    return image
+
+# --- The codes ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("draft", [(2, 3), None], ids=["2 x 3", "GLM-Image's"])
+def test_codes_are_the_drafts_then_the_large_grids(draft):
+    """In the other order, or with a draft of another shape, the model would learn to paint what it should sketch. A tall
+    picture's draft is smaller than what the image processor leaves as it is, here as in GLM-Image."""
+    pipe = make_pipe(draft)
+    pipe.processor.image_processor.size = dict(shortest_edge=512**2, longest_edge=2048**2)
+    tall = draw("red", "green").resize((64, 128), Image.NEAREST)
+    codes, other = sft.encode_pictures(pipe, [tall, draw("blue", "blue").resize((64, 128))])
+    grid = pipe.processor(text=[""], target_h=128, target_w=64).image_grid_thw
+    _, h, w = grid[1].tolist()
+    assert (h, w) == (draft or (22, 11)) and len(codes) == h * w + 8
+    small, large = codes[:h * w].view(h, w), codes[h * w:].view(4, 2)
+    red, green = NAMES.index("red"), NAMES.index("green")
+    assert torch.equal(large, torch.tensor([[red] * 2] * 2 + [[green] * 2] * 2))
+    assert set(small[0].tolist()) == {red} and set(small[-1].tolist()) == {green}
+    assert set(other.tolist()) == {NAMES.index("blue")}
+    _, position_ids, _ = grpo.GLMImageWrapper(pipe, grpo.Config(width=64, height=128)).encode(["red"])
+    rows = position_ids[1, 0, -len(codes):]
+    assert rows[:h * w].unique().numel() == h and rows[h * w:].unique().numel() == 4  # the policy's grids are the same
+
+def test_at_512_the_codes_come_twice():
+    """The page says so: the draft of a square picture has 16 x 16 codes."""
+    codes, = sft.encode_pictures(make_pipe(draft=None), [draw("red", "green", "blue").resize((512, 512))])
+    assert len(codes) == 512 and torch.equal(codes[:256], codes[256:]) and len(set(codes.tolist())) >= 3
+
+def test_pictures_are_cropped_and_turned(tmp_path):
+    """Stretched, a fox would be taught as a broad one; without EXIF's turn, a portrait would lie on its side."""
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter of a turn
+    draw("red", "white", "green").rotate(90, expand=True).save(tmp_path / "fox.JPG", quality=95, exif=turned)
+    (tmp_path / "fox.txt").write_text("\ufeffa fox\n", encoding="utf-8")
+    draw("red", "white", "green").save(tmp_path / "owl.png")
+    (tmp_path / "owl.txt").write_text("an owl")
+    (tmp_path / "notes.md").write_text("neither a picture nor a text")
+    for text, picture in sft.load_pictures(tmp_path, (64, 64)):
+        assert text in ("a fox", "an owl") and picture.size == (64, 64)
+        edge, middle, _ = (picture.getpixel((32, y)) for y in (2, 32, 61))
+        assert min(middle) > 240 and min(edge) > 240, text  # what was red and green is cut off
+    for text, picture in sft.load_pictures(tmp_path, (32, 96)):
+        red, white, green = (picture.getpixel((16, y)) for y in (10, 48, 86))
+        assert red[0] > 200 > 60 > red[1] and min(white) > 240 and green[1] > green[0] + 60, text
+
+# --- The loss and its gradient --------------------------------------------------------------------------------
+def test_loss_is_the_cross_entropy_by_hand(tmp_path):
+    """A loss that is shifted by a token, or that counts the prompt, still falls."""
+    trainer = make_trainer(tmp_path / "run")
+    perturb(trainer)
+    loss, _ = gradient(trainer, [1, 3])
+    rows = []
+    for i in (1, 3):  # one at a time: no padding
+        ids, position_ids, bias = trainer.wrapper.encode([TEXTS[i]])
+        codes = trainer.codes[i:i + 1]
+        with torch.no_grad():
+            logits = trainer.wrapper.forward(torch.cat([ids, codes], 1), position_ids, bias)
+        rows.append(F.cross_entropy(logits[0, ids.shape[1] - 1:-1], codes[0]).item())
+    assert loss == pytest.approx(sum(rows) / 2, abs=1e-5) and rows[0] != pytest.approx(rows[1], abs=1e-3)
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, size):
+    """Three and one: the mean of two means would count the last picture three times."""
+    whole = make_trainer(tmp_path / "whole")
+    parts = make_trainer(tmp_path / "parts", micro_batch_size=size)
+    perturb(whole)
+    perturb(parts)
+    a, wanted = gradient(whole, [1, 2, 3, 4])
+    b, found = gradient(parts, [1, 2, 3, 4])
+    assert a == pytest.approx(b, abs=1e-5)
+    assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(wanted, found)) and wanted[0].abs().max() > 1e-3
+
+def test_held_out_pictures_are_not_trained(tmp_path):
+    """Other codes of theirs change what is printed, and not one weight."""
+    runs = [make_trainer(tmp_path / name, steps=4, batch_size=2) for name in "ab"]
+    runs[1].codes = runs[1].codes.clone()
+    runs[1].codes[0] = (runs[1].codes[0] + 1) % 8
+    assert runs[0].held_out.tolist() == [0] and runs[0].trained.tolist() == [1, 2, 3, 4]
+    for run in runs:
+        run.train()
+    for name, weight in runs[0].lora.weights.items():
+        assert torch.equal(weight, runs[1].lora.weights[name])
+    assert any(weight.any() for name, weight in runs[0].lora.weights.items() if "lora_B" in name)
+
+# --- Its command ----------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The page's commands, with fewer pictures and one step of GRPO -> where they ran, and what they printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    for name in ("grpo.py", "prompts.txt", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    commands = re.search(r"^```bash\n(python -m examples.mosaics\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[1]
+    for told, short in [
+            ("--out runs/mine", "--save-every 20 --seed 5 --out runs/mine"),
+            ("--steps 0 20", "--steps 0 20 --samples 2"), ("--out runs/then", "--steps 1 --seed 5 --out runs/then")]:
+        assert told in commands
+        commands = commands.replace(told, short)
+    run = subprocess.run(f"set -e\n{commands}".replace("python ", f"{sys.executable} "), shell=True, cwd=folder,
+                         capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    assert run.returncode == 0, run.stderr
+    return folder, run.stdout
+
+def test_it_learns_what_it_is_shown(demo):
+    """Held-out loss falls, texts that no picture had are drawn as the pictures are, and GRPO starts higher."""
+    folder, printed = demo
+    before, *_, after = map(float, re.findall(r"held-out loss (\S+)", printed))
+    assert before > 10 and after < 1.2
+    drawn = re.findall(r"step \d+ +(\d\.\d{3}) ", printed)
+    first, = [json.loads(line)["reward"] for line in (folder / "runs/then/metrics.jsonl").read_text().splitlines()]
+    assert float(drawn[0]) < 0.78 and float(drawn[1]) > 0.82 and first > 0.8
+
+def test_the_adapter_gives_the_same_loss(demo):
+    """In grpo.py as here: another rank, scale or layer would begin GRPO from something else."""
+    folder, printed = demo
+    config = grpo.Config(**make_tiny.SETTINGS | dict(model=str(grpo.SMALL_MODEL), seed=5))
+    wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)  # the shipped model: no tower is needed
+    state = torch.load(folder / "runs/mine/checkpoint.pt")
+    texts = dict(zip(state["prompts"], range(40)))
+    pairs = sft.load_pictures(folder / "runs/mosaics/pictures", (128, 128))
+    held_out = [pair for pair in pairs if texts[pair[0]] < 4]
+    pipe = grpo.diffusers.GlmImagePipeline.from_pretrained(folder / "runs/mosaics/model")
+    codes = sft.encode_pictures(pipe, [picture for _, picture in held_out])
+    lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, 32)
+    lora.load(grpo.read_adapter(folder / "runs/mine/adapter_00020", 32))
+    rollout = grpo.Rollout([text for text, _ in held_out], None, codes, None, None)
+    loss = -wrapper.compute_logprobs(rollout)[0].mean().item()
+    assert loss == pytest.approx(float(re.findall(r"held-out loss (\S+)", printed)[-1]), rel=1e-3)
+
+def test_it_is_resumed(tmp_path):
+    """With the held-out pictures and the order of the first run, and its adapters."""
+    for name in ("one", "half"):
+        make_trainer(tmp_path / name, steps=4 if name == "one" else 2).train()
+    half = make_trainer(None, steps=4, resume=str(tmp_path / "half"))
+    half.train()
+    one, two = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("one", "half"))
+    assert all(torch.equal(weight, two["adapter"][name]) for name, weight in one["adapter"].items())
+    assert [row["loss"] for row in one["history"]] == [row["loss"] for row in two["history"]]
+
+def spoil(folder, name):
+    """A folder of three pictures with texts, in which something is wrong."""
+    for stem in "abc":
+        draw("red").save(folder / f"{stem}.png")
+        (folder / f"{stem}.txt").write_text("red")
+    if name == "empty":
+        for path in folder.iterdir():
+            path.unlink()
+    elif name == "cut":
+        (folder / "b.png").write_bytes((folder / "b.png").read_bytes()[:70])
+    elif name != "whole":
+        (folder / name).unlink()
+
+@pytest.mark.parametrize("name, flags, told", [
+    ("whole", "--out examples", "--out examples: must be a new folder"),
+    ("whole", "--width 100", "--width and --height must be multiples of 32"),
+    ("whole", "--adapter gone", "--adapter gone: cannot be read"),
+    ("empty", "", "needs two pictures or more, and has 0"),
+    ("a.txt", "", "a.png, or a.txt beside it, cannot be read: [Errno 2]"),
+    ("b.png", "", "b.txt: there is no picture b.png or .jpg beside it"),
+    ("cut", "", "b.png, or b.txt beside it, cannot be read")])
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, name, flags, told):
+    """Before a model is loaded, which may take minutes."""
+    spoil(tmp_path, name)
+    assert told in fail(monkeypatch, capsys, [str(tmp_path), *flags.split()])
+
+@pytest.mark.parametrize("argv, told", [
+    ([], "the first argument must be a folder"), (["--out", "x"], "the first argument must be a folder"),
+    (["gone"], "gone: [Errno 2] No such file"), (["README.md"], "README.md: [Errno 20] Not a directory")])
+def test_bad_folder_is_one_line(monkeypatch, capsys, argv, told):
+    assert told in fail(monkeypatch, capsys, argv)
+
+def fail(monkeypatch, capsys, argv):
+    """What the command prints; a model must not be asked for."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["sft.py", *argv])
+    monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", None)
+    monkeypatch.delitem(sys.modules, "examples.sft", raising=False)  # or it warns
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("examples.sft", run_name="__main__")
+    line, = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and line.startswith("sft.py: error: ")
+    return line
+
+# --- The page -------------------------------------------------------------------------------------------------
+class QuietTrainer(sft.SFTTrainer, measure.QuietTrainer):
+    """It writes no files."""
+
+def count_step(side, size):
+    """Highest GiB on the GPU in a step of two micro-batches, by --offload; see `measure.count_memory`."""
+    config = grpo.Config(width=side, height=side, micro_batch_size=size, batch_size=2 * size, offload="off")
+    with mock.patch.object(grpo, "DEVICE", torch.device("meta")):
+        wrapper = grpo.GLMImageWrapper(measure.make_real("meta"), config)
+    encode = wrapper.encode
+
+    def encode_on_host(prompts):
+        with mock.patch.object(grpo, "DEVICE", torch.device("cpu")):
+            tensors = encode(prompts)
+        return [torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                for tensor in tensors]
+
+    gpu = measure.FakeGPU(wrapper.ar, wrapper.dit)
+    with (
+        mock.patch.object(grpo, "DEVICE", torch.device("meta")),
+        mock.patch.object(wrapper, "encode", encode_on_host),
+        mock.patch.object(wrapper, "move_to_gpu", gpu.move_to_gpu),
+        mock.patch.object(F, "scaled_dot_product_attention", measure.attend),
+        gpu,
+    ):
+        codes = torch.zeros(2 * size, 256 + (side // 32) ** 2).long()
+        trainer = QuietTrainer(config, wrapper, ["red " * 40] * len(codes), codes)
+        trainer.optimizer.param_groups[0]["foreach"] = True  # as by default on a GPU
+        for weight in trainer.lora.weights.values():
+            weight.grad = torch.zeros_like(weight)
+        trainer.optimizer.step()  # AdamW's memory exists from the first step on
+        trainer.optimizer.zero_grad()
+        gpu.peaks = {"on": 0, "off": 0}
+        for loss in trainer.compute_losses(torch.arange(len(codes))):
+            loss.backward()
+        trainer.update_weights()
+    return gpu.peaks["on"] / 2**30
+
+def count_tower(side):
+    """Highest GiB while a picture is turned into codes: the tower is there alone."""
+    model = measure.make_real("meta").vision_language_encoder.model
+    gpu = measure.FakeGPU(torch.nn.ModuleList([model.visual, model.vqmodel]))
+    h = side // 32
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", measure.attend),
+        mock.patch.object(model.visual.embeddings, "forward", lambda hidden, *_: hidden),  # wants contents; is small
+        torch.no_grad(), gpu,
+    ):
+        gpu.peaks["off"] = 0  # without what it saw of the weights
+        pixels = torch.zeros(h * h, 768, device="meta")
+        features = model.get_image_features(pixels, torch.tensor([[1, h, h]]))
+        model.get_image_tokens(features.pooler_output)
+    return gpu.peaks["off"] / 2**30
+
+def test_the_page_is_short_and_its_arithmetic_holds():
+    """80 lines and 500 words are read to the end; the seconds are those of docs/figures.md with other factors."""
+    assert len(PAGE.splitlines()) <= 80 and len(PAGE.split()) <= 500
+    for T, prompt, tower, step in ((512, 49, 3, 0.6), (1280, 49, 8, 1.4)):
+        passes = 8 * 3 * 2 * 9e9 * (T + prompt) / 400e12  # forward, again, backward
+        assert round(passes, 1) == step and round(1e3 * 2 * 1.2e9 * T / 400e12) == tower
+    assert "take 3 or 8 milliseconds, and a step of 8 pictures 0.6 or 1.4 seconds" in re.sub(r"\s+", " ", PAGE)
+
+def test_the_memory_of_the_page():
+    """Counted anew: where it does not fit a card of 24 GB, the page must not say so."""
+    told = re.findall(r"^\| (512|1024) \| (\S+) \| (\S+) \| (\S+) \|", PAGE, re.MULTILINE)
+    assert [row[0] for row in told] == ["512", "1024"]
+    for side, tower, _, step in told:
+        assert f"{count_tower(int(side)):.1f}" == tower and f"{count_step(int(side), 4):.1f}" == step
+        assert float(step) <= 22

@@ -1,0 +1,110 @@
+"""Image to image: GRPO teaches GLM-Image to change a picture, its source, as an instruction says.
+
+    python -m examples.edit --out runs/edit    # a small model; squares.py makes it, in a minute
+    python -m examples.edit --model zai-org/GLM-Image --prompts edits.txt --reward mine.py:good
+
+It takes the flags of grpo.py, but a line of --prompts is `instruction<TAB>source.png`. Rewards get
+the source as the target, so `mse` punishes what differs from it. The wrapper's prompt is a text
+`instruction<TAB>path of the source`.
+"""
+import functools
+
+import torch
+from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
+
+import grpo
+from examples import squares
+from examples.codes import encode_images, load_prompts, repeat_codes
+
+def load_rewards(text):
+    """Those of grpo.py, but they get the instructions without the paths."""
+    def shorten(function, images, prompts, targets):
+        return function(images, [prompt.split("\t")[0] for prompt in prompts], targets)
+
+    return {name: (functools.partial(shorten, function), weight)
+            for name, (function, weight) in grpo.load_rewards(text).items()}
+
+class EditWrapper(grpo.GLMImageWrapper):
+    """Four things differ from text to image. The policy reads the source's codes before the
+    instruction; positions count their grid; no draft is drawn; and the DiT gets the source, too."""
+    @functools.cache  # each source is encoded once
+    def load_source(self, path):
+        """-> PIL image, codes [h, w]"""
+        source = Image.open(path).convert("RGB")
+        codes, = encode_images(self.pipe, [source])
+        return source, codes
+
+    @functools.cache
+    def encode_prompt(self, prompt):
+        """-> ids [L], position_ids [L + T, 3], without padding."""
+        instruction, path = prompt.split("\t")
+        source, codes = self.load_source(path)
+        content = [dict(type="image", image=source), dict(type="text", text=instruction)]
+        processor = self.pipe.processor
+        batch = processor.apply_chat_template(
+            [dict(role="user", content=content)], tokenize=True, return_dict=True,
+            return_tensors="pt", processor_kwargs=dict(
+                target_h=self.config.height, target_w=self.config.width))
+        ids = batch.input_ids[0]
+        places = ids == processor.image_token_id
+        ids[places] = codes.flatten()
+        # Positions up to the source's grid, then those of the instruction and of the grid to draw.
+        # image_grid_thw has rows (1, height, width): the source's grid, then the one to draw.
+        start = places.nonzero()[0].item()
+        h, w = codes.shape
+        mask = torch.ones_like(ids)[None]
+        before = grpo.build_position_ids(mask[:, :start], [(h, w)])
+        large = batch.image_grid_thw[1, 1:].tolist()
+        after = grpo.build_position_ids(mask[:, start + h * w:], [large]) + start + max(h, w)
+        return ids, torch.cat([before, after], 2)[:, 0].T
+
+    def encode(self, prompts):
+        """-> ids [B, L], position_ids [3, B, L + T], bias [B, 1, L + T, L + T], as in grpo.py."""
+        ids, position_ids = zip(*[self.encode_prompt(prompt) for prompt in prompts])
+        pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        real = pad([torch.ones(len(row)) for row in position_ids]).to(grpo.DEVICE)
+        visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
+        bias = torch.where(visible, 0.0, -torch.inf).to(self.policy.dtype)
+        ids = pad(ids, padding_value=self.pipe.processor.tokenizer.pad_token_id)
+        position_ids = pad(position_ids, padding_value=-1).movedim(2, 0)
+        return ids.to(grpo.DEVICE), position_ids.to(grpo.DEVICE), bias
+
+    def forward(self, ids, position_ids, bias, cache=None):
+        """The sampler's prompts, which are long, go through in pieces: whole, they take 6 GiB."""
+        if cache is None:
+            return super().forward(ids, position_ids, bias)
+        for start in range(0, ids.shape[1], 64):
+            piece = slice(start, start + 64)
+            logits = super().forward(
+                ids[:, piece], position_ids[..., piece], bias[:, :, piece], cache)
+        return logits  # of the last piece
+
+    @torch.no_grad()
+    def decode(self, prompts, tokens, seeds):
+        """As in grpo.py, but the pipeline also gets each source, its codes and their grid."""
+        config = self.config
+        codes = tokens.to(grpo.DEVICE).view(-1, config.height // 32, config.width // 32)
+        groups = repeat_codes(codes).flatten(1).chunk(len(prompts))  # P of [G, codes]
+        images = []
+        for prompt, seed, group in zip(prompts, seeds, groups, strict=True):
+            instruction, path = prompt.split("\t")
+            source, codes = self.load_source(path)
+            self.move_to_gpu(self.dit)
+            codes = repeat_codes(codes[None].to(grpo.DEVICE))
+            grid = torch.tensor([[1, *codes.shape[1:]]])
+            for part in group.split(config.micro_batch_size):
+                B = len(part)
+                noise = [torch.Generator().manual_seed(~seed) for _ in part]  # all the same
+                images += self.pipe(
+                    [instruction] * B, prior_token_ids=part, image=[[source]] * B,
+                    prior_token_image_ids=[codes.flatten()] * B, source_image_grid_thw=[grid] * B,
+                    height=config.height, width=config.width, guidance_scale=config.guidance,
+                    num_inference_steps=config.decode_steps, generator=noise).images
+        return images
+
+if __name__ == "__main__":
+    squares.write_once()
+    grpo.main(
+        load_model=functools.partial(squares.load_model, EditWrapper),
+        load_prompts=load_prompts, load_rewards=load_rewards, model=str(squares.FOLDER))

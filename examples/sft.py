@@ -1,0 +1,100 @@
+"""Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures with a text
+beside each: fox.png, fox.txt. GRPO can go on from there:
+
+    python -m examples.sft my_pictures --out runs/mine
+    python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
+
+It takes the flags of grpo.py. Those of GRPO, --prompts and --reward have no effect."""
+import random, sys
+from pathlib import Path
+import torch
+from PIL import Image, ImageOps
+import grpo
+from examples.codes import encode_images
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+HELD_OUT = 0.1  # share of the pictures that are not trained
+
+def load_pictures(folder, size):
+    """-> pairs of a text and its picture, cropped around the centre to the shape of `size`."""
+    with grpo.input_errors(folder, OSError):
+        files = sorted(Path(folder).iterdir())
+    paths = [path for path in files if path.suffix.lower() in SUFFIXES]
+    stems = [path.stem for path in paths]
+    for path in files:
+        if path.suffix == ".txt" and path.stem not in stems:
+            raise grpo.BadInput(f"{path}: there is no picture {path.stem}.png or .jpg beside it")
+    if len(paths) < 2:
+        raise grpo.BadInput(f"{folder}: needs two pictures or more, and has {len(paths)}")
+    pairs = []
+    for path in paths:
+        with grpo.input_errors(f"{path}, or {path.stem}.txt beside it, cannot be read"):
+            text = path.with_suffix(".txt").read_text(encoding="utf-8-sig").strip()
+            picture = ImageOps.exif_transpose(Image.open(path))  # a photo may lie on its side
+            pairs.append((text, ImageOps.fit(picture.convert("RGB"), size)))
+    return pairs
+
+def encode_pictures(pipe, pictures):
+    """-> codes [N, T], the draft's, then the large grid's. The draft is the same picture, resized,
+    as in FlashAR (arXiv 2605.09430). GLM-Image's authors have not published how they train."""
+    width, height = pictures[0].size
+    grids = pipe.processor(text=[""], target_h=height, target_w=width).image_grid_thw
+    _, h, w = grids[1].tolist()  # the draft's
+    drafts = [picture.resize((32 * w, 32 * h)) for picture in pictures]
+    # The processor would enlarge small drafts, and so make too many codes of them.
+    pipe.processor.image_processor.size = dict(shortest_edge=32**2, longest_edge=10**8)
+    parts = [torch.stack(encode_images(pipe, images)) for images in (drafts, pictures)]
+    return torch.cat([part.flatten(1) for part in parts], dim=1)
+
+class SFTTrainer(grpo.GRPOTrainer):
+    """The loss is minus the mean log-prob of the codes [N, T]. LoRA, optimizer, files and --resume
+    are those of GRPOTrainer. The first pictures are held out."""
+    def __init__(self, config, wrapper, texts, codes):
+        super().__init__(config, wrapper, texts, {})  # no rewards
+        self.codes = codes
+        n = max(1, round(HELD_OUT * len(codes)))
+        self.held_out, self.trained = torch.arange(len(codes)).tensor_split([n])
+
+    def compute_losses(self, rows):
+        """Yields the loss of each micro-batch times its share, so that their sum is the mean."""
+        for part in rows.split(self.config.micro_batch_size):
+            texts = [self.prompts[row] for row in part]
+            batch = grpo.Rollout(texts, None, self.codes[part], logprobs=None, nuclei=None)
+            logprobs, _ = self.wrapper.compute_logprobs(batch)  # [B, T]
+            yield -logprobs.mean() * len(part) / len(rows)
+
+    def train(self):
+        if not self.history:
+            self.save_samples(0)  # before training
+        for step in range(len(self.history) + 1, self.config.steps + 1):
+            indices, _ = grpo.choose_prompts(step, len(self.trained), self.config)
+            total = 0.0
+            for loss in self.compute_losses(self.trained[indices]):
+                loss.backward()
+                total += loss.item()
+            self.log(step, dict(loss=total, grad_norm=self.update_weights()))
+
+    @torch.no_grad()
+    def save_samples(self, step):
+        held_out = sum(self.compute_losses(self.held_out))
+        print(f"after {step} steps: held-out loss {held_out:.4g}", flush=True)
+        super().save_samples(step)  # of the first texts, which are held out
+
+if __name__ == "__main__":
+    try:
+        folder, *flags = sys.argv[1:] or ["--help"]
+        if folder.startswith("-"):
+            raise grpo.BadInput("the first argument must be a folder of pictures")
+        # Models learn at temperature 1. GLM-Image is sampled at 0.9, so that it prefers what is
+        # likely; what it had learned at 0.9 it would draw as it is.
+        config = grpo.parse_args(flags, temperature=1.0)
+        pairs = load_pictures(folder, (config.width, config.height))
+        random.Random(config.seed).shuffle(pairs)
+        texts, pictures = map(list, zip(*pairs))
+        grpo.check_before_loading(config, texts, None, rewards={})
+        torch.set_num_threads(1)  # more threads are slower
+        wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
+        SFTTrainer(config, wrapper, texts, encode_pictures(wrapper.pipe, pictures)).train()
+    except grpo.BadInput as error:
+        print("sft.py: error:", *str(error).split(), file=sys.stderr)  # on one line
+        sys.exit(2)

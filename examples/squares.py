@@ -1,0 +1,112 @@
+"""The small world of edit.py: pictures of 3 x 3 coloured squares, instructions such as "paint the
+red squares blue", and a small GLM-Image that follows them half of the time.
+
+edit.py calls it, with --reward examples/squares.py:right, and it writes to runs/squares: pictures
+for training, others that are held out, and the model. That has the real classes and eight codes,
+the COLORS of grpo.py. DiT and VAE are those of tiny-glm-image, the vision tower knows the colours,
+and the policy has two layers. It is fitted to edit, and then to make mistakes: it leaves half of
+the squares that it should paint, and 35 % of all squares get some other colour.
+"""
+import json
+import random
+from pathlib import Path
+
+import diffusers
+import torch
+import transformers
+from PIL import Image
+
+import grpo
+from examples import make_tiny
+from examples.codes import load_prompts
+
+FOLDER = Path("runs/squares")
+SIDE = 3  # squares in a row and in a column
+NAMES = list(grpo.COLORS)  # code k is the colour NAMES[k]
+PALETTE = torch.stack(list(grpo.COLORS.values()))  # [V, 3], in 0..1
+
+# The defaults of `python -m examples.edit` when it trains this model.
+SETTINGS = make_tiny.SETTINGS | dict(
+    steps=60, lr=1e-3, group_size=8, micro_batch_size=64, width=32 * SIDE, height=32 * SIDE,
+    prompts=str(FOLDER / "prompts.txt"), reward="examples/squares.py:right")
+
+def paint(codes):
+    """Codes [SIDE, SIDE] -> a PIL image of these squares."""
+    pixels = (PALETTE[codes] * 255).round().byte().numpy()
+    return Image.fromarray(pixels).resize((32 * SIDE, 32 * SIDE), Image.NEAREST)
+
+def look(image):
+    """The inverse of `paint`: the code whose colour is nearest to the mean of each square."""
+    pixels = grpo.pil_to_tensor([image])
+    means = torch.nn.functional.avg_pool2d(pixels, 32)[0].movedim(0, 2)  # [SIDE, SIDE, 3]
+    return (means[:, :, None] - PALETTE).square().sum(3).argmin(2)
+
+def edit(codes, instruction):
+    """What the squares should be: "paint the red squares blue" names the old and the new colour."""
+    old, new = [NAMES.index(word) for word in instruction.split() if word in NAMES]
+    return torch.where(codes == old, new, codes)
+
+def right(images, prompts, targets):
+    """The reward: the share of squares that are as they should be."""
+    return [(look(image) == edit(look(source), prompt)).float().mean()
+            for image, prompt, source in zip(images, prompts, targets)]
+
+def write_once():
+    """Pictures, and three files of prompts. Those of held_out.txt have pictures that no prompt of
+    prompts.txt has. Those of new_pairs.txt have new pictures and new pairs of colours."""
+    if FOLDER.exists():
+        return
+    FOLDER.mkdir(parents=True)
+    rng = random.Random(0)
+    lines = dict(prompts=[], held_out=[], new_pairs=[])
+    for number in range(200):
+        colors = rng.sample(range(len(NAMES)), 3)
+        codes = torch.tensor([[rng.choice(colors) for _ in range(SIDE)] for _ in range(SIDE)])
+        paint(codes).save(FOLDER / f"{number:03}.png")
+        for old in codes.unique().tolist():
+            for new in set(range(len(NAMES))) - {old}:
+                line = f"paint the {NAMES[old]} squares {NAMES[new]}\t{number:03}.png"
+                is_new_pair = (old + new) % 8 == 3  # one pair in seven
+                if number < 150 and not is_new_pair:
+                    lines["prompts"].append(line)
+                elif number >= 150:
+                    lines["new_pairs" if is_new_pair else "held_out"].append(line)
+    for file, rows in lines.items():
+        rows = rng.sample(rows, 600 if file == "prompts" else 48)
+        (FOLDER / f"{file}.txt").write_text("\n".join(rows) + "\n")
+    (FOLDER / "grpo.json").write_text(json.dumps(SETTINGS, indent=4) + "\n")
+
+def load_model(Wrapper, path, config):
+    """Any model; this one is fitted when it is first wanted."""
+    if Path(path) == FOLDER and not (FOLDER / "model_index.json").exists():
+        fit(Wrapper)
+    return Wrapper.from_pretrained(path, config)
+
+def fit(Wrapper):
+    transformers.set_seed(0)
+    rotary = dict(rope_type="default", rope_theta=1000.0, mrope_section=[1] * 16)
+    pipe = make_tiny.make_models(
+        grpo.COLORS, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        initializer_range=0.05, rope_parameters=rotary)
+    small = diffusers.GlmImagePipeline.from_pretrained(grpo.SMALL_MODEL)
+    pipe.register_modules(transformer=small.transformer, vae=small.vae)
+    make_tiny.fit_vision(pipe, PALETTE[:, :, None, None].expand(-1, -1, 32, 32))
+    config = grpo.Config(**SETTINGS, offload="off")
+    wrapper = Wrapper(pipe, config)
+    fit_policy(wrapper, chance=0.98, share=1.0, steps=1000, lr=5e-3)  # it learns to edit
+    fit_policy(wrapper, chance=0.65, share=0.5, steps=150, lr=2e-3)  # and to make mistakes
+    pipe.save_pretrained(FOLDER)
+
+def fit_policy(wrapper, chance, share, steps, lr):
+    """Fits it to edit a square with probability `share`, and else to leave it as it is."""
+    prompts, sources = load_prompts(wrapper.config.prompts)
+    before = torch.stack([look(source) for source in sources])
+    after = torch.stack([edit(*pair) for pair in zip(before, prompts)])
+
+    def draw(B=16):
+        rows = random.sample(range(len(prompts)), B)
+        edited = torch.rand(before[rows].shape) < share
+        codes = torch.where(edited, after[rows], before[rows])
+        return [prompts[i] for i in rows], codes.flatten(1)
+
+    make_tiny.fit_policy(wrapper, draw, chance, steps, lr)
