@@ -65,7 +65,7 @@ class Config:
     group_size: int = flag(4, "images per prompt")
     batch_size: int = flag(8, "prompts per step, shared by all GPUs")
     micro_batch_size: int = flag(4, "images decoded, or trained on, at a time")
-    num_iterations: int = flag(1, "updates per rollout; with 1, no ratio is clipped")
+    num_iterations: int = flag(1, "updates per rollout")
     lr: float = flag(5e-5, "learning rate of AdamW")
     clip_range: float = flag(0.2, "epsilon of PPO's clip")
     kl_coef: float = flag(0.01, "weight of the KL to the base model")
@@ -728,7 +728,7 @@ def check_before_loading(config, prompts, targets, rewards):
 
 def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
          load_prompts=load_prompts, load_rewards=load_rewards, **defaults):
-    """`load_model` and `defaults` are for programs that train another model: examples/toy.py."""
+    """What follows `argv` is for programs that train other models: examples/toy.py, edit.py."""
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
