@@ -63,7 +63,7 @@ def make_models(words, **changes):
         rope_parameters=dict(rope_type="default", rope_theta=1000.0, mrope_section=[2] * 16),
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
 
-    # The image encoder, `vision_config` and `vq_config`, is made tiny. `fit_vision` makes it usable.
+    # The image encoder, `vision_config` and `vq_config`, is tiny. `fit_vision` makes it usable.
     policy = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
         text_config=text_config | changes,
         vision_config=dict(depth=0, image_size=32, hidden_size=16),
