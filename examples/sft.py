@@ -4,7 +4,8 @@ beside each: fox.png, fox.txt. GRPO can go on from there:
     python -m examples.sft my_pictures --out runs/mine
     python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
 
-It takes the flags of grpo.py. Those of GRPO, --prompts and --reward have no effect."""
+Any other KL would pull the model back. This program uses one GPU and takes the flags of grpo.py;
+--prompts, --reward, --group-size, --num-iterations, --clip-range, --kl-coef have no effect."""
 import random, sys
 from pathlib import Path
 import torch
@@ -39,9 +40,9 @@ def encode_pictures(pipe, pictures):
     as in FlashAR (arXiv 2605.09430). GLM-Image's authors have not published how they train."""
     width, height = pictures[0].size
     grids = pipe.processor(text=[""], target_h=height, target_w=width).image_grid_thw
-    _, h, w = grids[1].tolist()  # the draft's
+    _, h, w = grids[1].tolist()  # the second row is the draft's, for any prompt
     drafts = [picture.resize((32 * w, 32 * h)) for picture in pictures]
-    # The processor would enlarge small drafts, and so make too many codes of them.
+    # The processor would enlarge small drafts. Despite their names, its limits are areas.
     pipe.processor.image_processor.size = dict(shortest_edge=32**2, longest_edge=10**8)
     parts = [torch.stack(encode_images(pipe, images)) for images in (drafts, pictures)]
     return torch.cat([part.flatten(1) for part in parts], dim=1)
@@ -78,21 +79,20 @@ class SFTTrainer(grpo.GRPOTrainer):
     def save_samples(self, step):
         held_out = sum(self.compute_losses(self.held_out))
         print(f"after {step} steps: held-out loss {held_out:.4g}", flush=True)
-        super().save_samples(step)  # of the first texts, which are held out
+        super().save_samples(step)  # of the first eight texts; those held out come first
 
 if __name__ == "__main__":
     try:
-        folder, *flags = sys.argv[1:] or ["--help"]
-        if folder.startswith("-"):
-            raise grpo.BadInput("the first argument must be a folder of pictures")
-        # Models learn at temperature 1. GLM-Image is sampled at 0.9, so that it prefers what is
-        # likely; what it had learned at 0.9 it would draw as it is.
+        folder, *flags = sys.argv[1:] or ["-"]
+        if folder.startswith("-") or grpo.WORLD_SIZE > 1:
+            raise grpo.BadInput("type python -m examples.sft FOLDER, then flags of grpo.py")
+        # The model learns, and draws the samples of this run, at temperature 1. GLM-Image's own
+        # 0.9 then sharpens what it has learned; had it learned at 0.9, nothing would.
         config = grpo.parse_args(flags, temperature=1.0)
         pairs = load_pictures(folder, (config.width, config.height))
         random.Random(config.seed).shuffle(pairs)
         texts, pictures = map(list, zip(*pairs))
         grpo.check_before_loading(config, texts, None, rewards={})
-        torch.set_num_threads(1)  # more threads are slower
         wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
         SFTTrainer(config, wrapper, texts, encode_pictures(wrapper.pipe, pictures)).train()
     except grpo.BadInput as error:
