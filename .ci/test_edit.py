@@ -179,6 +179,15 @@ def test_bad_input(line, message, tmp_path, capsys):
         error = capsys.readouterr().err
         assert stop.value.code == 2 and text in error and error.count("\n") == 1
 
+def test_sources_without_codes_are_found_before_training(wrapper, tmp_path, monkeypatch):
+    """Found when its turn comes, the last source would stop a run after hours."""
+    monkeypatch.setattr(squares, "load_model", lambda *_: wrapper)
+    prompts = make_prompts(tmp_path, *[(64, 64)] * 9, (512, 64))
+    Path(tmp_path, "edits.txt").write_text("\n".join(prompts).replace(f"{tmp_path}/", ""))
+    wrapper.config.prompts = f"{tmp_path}/edits.txt"
+    with pytest.raises(grpo.BadInput, match="aspect ratio"):
+        edit.load_model(None, wrapper.config)
+
 @pytest.mark.parametrize("size", [(512, 64), (16, 16), (100, 64)])
 def test_pictures_that_have_no_codes(wrapper, size):
     """The image processor would stretch them: the painter got codes of another picture."""

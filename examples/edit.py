@@ -3,10 +3,8 @@
     python -m examples.edit --out runs/edit    # a small model; squares.py makes it, in a minute
     python -m examples.edit --model zai-org/GLM-Image --prompts edits.txt --reward mine.py:good
 
-It takes the flags of grpo.py, but a line of --prompts is `instruction<TAB>source.png`. Rewards get
-the source as the target, so `mse` punishes what differs from it. The wrapper's prompt is a text
-`instruction<TAB>path of the source`.
-"""
+It takes the flags of grpo.py; see docs/edit.md. A prompt is `instruction<TAB>path of the source`,
+and rewards get the source as the target."""
 import functools
 
 import torch
@@ -21,7 +19,6 @@ def load_rewards(text):
     """Those of grpo.py, but they get the instructions without the paths."""
     def shorten(function, images, prompts, targets):
         return function(images, [prompt.split("\t")[0] for prompt in prompts], targets)
-
     return {name: (functools.partial(shorten, function), weight)
             for name, (function, weight) in grpo.load_rewards(text).items()}
 
@@ -32,8 +29,7 @@ class EditWrapper(grpo.GLMImageWrapper):
     def load_source(self, path):
         """-> PIL image, codes [h, w]"""
         source = Image.open(path).convert("RGB")
-        codes, = encode_images(self.pipe, [source])
-        return source, codes
+        return source, encode_images(self.pipe, [source])[0]
 
     @functools.cache
     def encode_prompt(self, prompt):
@@ -103,8 +99,12 @@ class EditWrapper(grpo.GLMImageWrapper):
                     num_inference_steps=config.decode_steps, generator=noise).images
         return images
 
+def load_model(path, config):
+    wrapper = squares.load_model(EditWrapper, path, config)
+    for prompt in load_prompts(config.prompts)[0]:
+        wrapper.encode_prompt(prompt)  # a source that has no codes must not stop a run later on
+    return wrapper
+
 if __name__ == "__main__":
     squares.write_once()
-    grpo.main(
-        load_model=functools.partial(squares.load_model, EditWrapper),
-        load_prompts=load_prompts, load_rewards=load_rewards, model=str(squares.FOLDER))
+    grpo.main(None, load_model, load_prompts, load_rewards, model=str(squares.FOLDER))
