@@ -56,6 +56,7 @@ def encode_images(pipe, images):
                 f"{32 * w} x {32 * h}: change its size to that, or to other multiples of 32")
         inputs = inputs.to(grpo.DEVICE)
         features = model.get_image_features(inputs.pixel_values, inputs.image_grid_thw)
+        # `pooler_output` has a feature for each patch, despite its name.
         codes.append(model.get_image_tokens(features.pooler_output).view(h, w).cpu())
     tower.to(home)  # the two halves of the model need the room
     return codes

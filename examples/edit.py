@@ -1,6 +1,6 @@
 """Image to image: GRPO teaches GLM-Image to change a picture, its source, as an instruction says.
 
-    python -m examples.edit --out runs/edit    # a small model; squares.py makes it, in a minute
+    python -m examples.edit --out runs/edit    # what squares.py makes: model, prompts and reward
     python -m examples.edit --model zai-org/GLM-Image --prompts edits.txt --reward mine.py:good
 
 It takes the flags of grpo.py; see docs/edit.md. A prompt is `instruction<TAB>path of the source`,
@@ -24,7 +24,7 @@ def load_rewards(text):
 
 class EditWrapper(grpo.GLMImageWrapper):
     """Four things differ from text to image. The policy reads the source's codes before the
-    instruction; positions count their grid; no draft is drawn; and the DiT gets the source, too."""
+    instruction; they have the positions of a grid; no draft is drawn; the DiT sees the source."""
     @functools.cache  # each source is encoded once
     def load_source(self, path):
         """-> PIL image, codes [h, w]"""
@@ -33,7 +33,7 @@ class EditWrapper(grpo.GLMImageWrapper):
 
     @functools.cache
     def encode_prompt(self, prompt):
-        """-> ids [L], position_ids [L + T, 3], without padding."""
+        """-> ids [L], position_ids [L + T, 3], length first so that `encode` can pad them."""
         instruction, path = prompt.split("\t")
         source, codes = self.load_source(path)
         content = [dict(type="image", image=source), dict(type="text", text=instruction)]
@@ -45,29 +45,29 @@ class EditWrapper(grpo.GLMImageWrapper):
         ids = batch.input_ids[0]
         places = ids == processor.image_token_id
         ids[places] = codes.flatten()
-        # Positions up to the source's grid, then those of the instruction and of the grid to draw.
-        # image_grid_thw has rows (1, height, width): the source's grid, then the one to draw.
+        # First the positions up to the end of the source's grid, then, max(h, w) after its start,
+        # those of the instruction and of the grid to draw, the second row of image_grid_thw.
         start = places.nonzero()[0].item()
         h, w = codes.shape
         mask = torch.ones_like(ids)[None]
         before = grpo.build_position_ids(mask[:, :start], [(h, w)])
-        large = batch.image_grid_thw[1, 1:].tolist()
-        after = grpo.build_position_ids(mask[:, start + h * w:], [large]) + start + max(h, w)
+        drawn = batch.image_grid_thw[1, 1:].tolist()
+        after = grpo.build_position_ids(mask[:, start + h * w:], [drawn]) + start + max(h, w)
         return ids, torch.cat([before, after], 2)[:, 0].T
 
     def encode(self, prompts):
         """-> ids [B, L], position_ids [3, B, L + T], bias [B, 1, L + T, L + T], as in grpo.py."""
         ids, position_ids = zip(*[self.encode_prompt(prompt) for prompt in prompts])
         pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-        real = pad([torch.ones(len(row)) for row in position_ids]).to(grpo.DEVICE)
+        ids = pad(ids, padding_value=self.pipe.processor.tokenizer.pad_token_id)
+        position_ids = pad(position_ids, padding_value=-1).movedim(2, 0).to(grpo.DEVICE)
+        real = position_ids[0] >= 0  # padding is at -1
         visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
         bias = torch.where(visible, 0.0, -torch.inf).to(self.policy.dtype)
-        ids = pad(ids, padding_value=self.pipe.processor.tokenizer.pad_token_id)
-        position_ids = pad(position_ids, padding_value=-1).movedim(2, 0)
-        return ids.to(grpo.DEVICE), position_ids.to(grpo.DEVICE), bias
+        return ids.to(grpo.DEVICE), position_ids, bias
 
     def forward(self, ids, position_ids, bias, cache=None):
-        """The sampler's prompts, which are long, go through in pieces: whole, they take 6 GiB."""
+        """Only the sampler has a cache. In one piece, its long prompts would take 5 GiB more."""
         if cache is None:
             return super().forward(ids, position_ids, bias)
         for start in range(0, ids.shape[1], 64):
@@ -80,15 +80,15 @@ class EditWrapper(grpo.GLMImageWrapper):
     def decode(self, prompts, tokens, seeds):
         """As in grpo.py, but the pipeline also gets each source, its codes and their grid."""
         config = self.config
-        codes = tokens.to(grpo.DEVICE).view(-1, config.height // 32, config.width // 32)
-        groups = repeat_codes(codes).flatten(1).chunk(len(prompts))  # P of [G, codes]
+        drawn = tokens.to(grpo.DEVICE).view(-1, config.height // 32, config.width // 32)
+        groups = repeat_codes(drawn).flatten(1).chunk(len(prompts))  # P of [G, codes]
         images = []
         for prompt, seed, group in zip(prompts, seeds, groups, strict=True):
             instruction, path = prompt.split("\t")
-            source, codes = self.load_source(path)
+            source, codes = self.load_source(path)  # a new one needs the GPU before the DiT does
             self.move_to_gpu(self.dit)
             codes = repeat_codes(codes[None].to(grpo.DEVICE))
-            grid = torch.tensor([[1, *codes.shape[1:]]])
+            grid = torch.tensor([codes.shape])  # (1, height, width) of the repeated codes
             for part in group.split(config.micro_batch_size):
                 B = len(part)
                 noise = [torch.Generator().manual_seed(~seed) for _ in part]  # all the same
