@@ -46,7 +46,7 @@ def encode_images(pipe, images):
     tower.to(grpo.DEVICE)
     codes = []
     for image in images:
-        with grpo.input_errors("a picture", ValueError):  # one that is too small, or too long
+        with grpo.input_errors("a picture", ValueError):  # too small or too elongated
             inputs = pipe.processor.image_processor([image.convert("RGB")], return_tensors="pt")
         _, h, w = inputs.image_grid_thw[0].tolist()
         # The image processor enlarges small pictures, and shrinks large ones.

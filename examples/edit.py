@@ -1,6 +1,6 @@
 """Image to image: GRPO teaches GLM-Image to change a picture, its source, as an instruction says.
 
-    python -m examples.edit --out runs/edit    # what squares.py makes: model, prompts and reward
+    python -m examples.edit --out runs/edit    # a small model and its toy task, see squares.py
     python -m examples.edit --model zai-org/GLM-Image --prompts edits.txt --reward mine.py:good
 
 It takes the flags of grpo.py; see docs/edit.md. A prompt is `instruction<TAB>path of the source`,
@@ -44,19 +44,19 @@ class EditWrapper(grpo.GLMImageWrapper):
                 target_h=self.config.height, target_w=self.config.width))
         ids = batch.input_ids[0]
         places = ids == processor.image_token_id
-        ids[places] = codes.flatten()
-        # First the positions up to the end of the source's grid, then, max(h, w) after its start,
-        # those of the instruction and of the grid to draw, the second row of image_grid_thw.
+        ids[places] = codes.flatten()  # the processor left a placeholder for each code
+        # Positions up to the end of the source's grid. Then, beginning max(h, w) after its start,
+        # those of the instruction and of the grid to draw.
         start = places.nonzero()[0].item()
         h, w = codes.shape
         mask = torch.ones_like(ids)[None]
         before = grpo.build_position_ids(mask[:, :start], [(h, w)])
-        drawn = batch.image_grid_thw[1, 1:].tolist()
+        drawn = batch.image_grid_thw[1, 1:].tolist()  # row 0 is the source's
         after = grpo.build_position_ids(mask[:, start + h * w:], [drawn]) + start + max(h, w)
         return ids, torch.cat([before, after], 2)[:, 0].T
 
     def encode(self, prompts):
-        """-> ids [B, L], position_ids [3, B, L + T], bias [B, 1, L + T, L + T], as in grpo.py."""
+        """As in grpo.py, but the rows of the bias [B, 1, L + T, L + T] are not padded."""
         ids, position_ids = zip(*[self.encode_prompt(prompt) for prompt in prompts])
         pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = pad(ids, padding_value=self.pipe.processor.tokenizer.pad_token_id)
@@ -85,7 +85,7 @@ class EditWrapper(grpo.GLMImageWrapper):
         images = []
         for prompt, seed, group in zip(prompts, seeds, groups, strict=True):
             instruction, path = prompt.split("\t")
-            source, codes = self.load_source(path)  # a new one needs the GPU before the DiT does
+            source, codes = self.load_source(path)  # if it is not cached, on the GPU
             self.move_to_gpu(self.dit)
             codes = repeat_codes(codes[None].to(grpo.DEVICE))
             grid = torch.tensor([codes.shape])  # (1, height, width) of the repeated codes
@@ -100,11 +100,11 @@ class EditWrapper(grpo.GLMImageWrapper):
         return images
 
 def load_model(path, config):
-    wrapper = squares.load_model(EditWrapper, path, config)
+    wrapper = squares.load_model(EditWrapper, path, config)  # makes the small one at first
     for prompt in load_prompts(config.prompts)[0]:
-        wrapper.encode_prompt(prompt)  # a source that has no codes must not stop a run later on
+        wrapper.encode_prompt(prompt)  # now, as a source whose size is refused would end a run
     return wrapper
 
 if __name__ == "__main__":
-    squares.write_once()
+    squares.write_once()  # pictures, prompts, and a grpo.json that names them and the reward
     grpo.main(None, load_model, load_prompts, load_rewards, model=str(squares.FOLDER))

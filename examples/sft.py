@@ -4,7 +4,7 @@ beside each: fox.png, fox.txt. GRPO can go on from there:
     python -m examples.sft my_pictures --out runs/mine
     python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
 
-Any other KL would pull the model back. This program uses one GPU and takes the flags of grpo.py;
+A KL above 0 would pull back to the base model. This program takes one GPU, and grpo.py's flags;
 --prompts, --reward, --group-size, --num-iterations, --clip-range, --kl-coef have no effect."""
 import random, sys
 from pathlib import Path
@@ -17,7 +17,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 HELD_OUT = 0.1  # share of the pictures that are not trained
 
 def load_pictures(folder, size):
-    """-> pairs of a text and its picture, cropped around the centre to the shape of `size`."""
+    """-> pairs of a text and its picture, cropped around the centre and resized to `size`."""
     with grpo.input_errors(folder, OSError):
         files = sorted(Path(folder).iterdir())
     paths = [path for path in files if path.suffix.lower() in SUFFIXES]
@@ -60,7 +60,8 @@ class SFTTrainer(grpo.GRPOTrainer):
         """Yields the loss of each micro-batch times its share, so that their sum is the mean."""
         for part in rows.split(self.config.micro_batch_size):
             texts = [self.prompts[row] for row in part]
-            batch = grpo.Rollout(texts, None, self.codes[part], logprobs=None, nuclei=None)
+            batch = grpo.Rollout(
+                texts, images=None, tokens=self.codes[part], logprobs=None, nuclei=None)
             logprobs, _ = self.wrapper.compute_logprobs(batch)  # [B, T]
             yield -logprobs.mean() * len(part) / len(rows)
 
@@ -77,17 +78,16 @@ class SFTTrainer(grpo.GRPOTrainer):
 
     @torch.no_grad()
     def save_samples(self, step):
-        held_out = sum(self.compute_losses(self.held_out))
-        print(f"after {step} steps: held-out loss {held_out:.4g}", flush=True)
+        loss = sum(self.compute_losses(self.held_out))
+        print(f"after {step} steps: held-out loss {loss:.4g}", flush=True)
         super().save_samples(step)  # of the first eight texts; those held out come first
 
 if __name__ == "__main__":
     try:
-        folder, *flags = sys.argv[1:] or ["-"]
+        folder, *flags = sys.argv[1:] or ["-"]  # which is no folder
         if folder.startswith("-") or grpo.WORLD_SIZE > 1:
-            raise grpo.BadInput("type python -m examples.sft FOLDER, then flags of grpo.py")
-        # The model learns, and draws the samples of this run, at temperature 1. GLM-Image's own
-        # 0.9 then sharpens what it has learned; had it learned at 0.9, nothing would.
+            raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
+        # What is learned at temperature 1, sampling at GLM-Image's own 0.9 sharpens later.
         config = grpo.parse_args(flags, temperature=1.0)
         pairs = load_pictures(folder, (config.width, config.height))
         random.Random(config.seed).shuffle(pairs)
