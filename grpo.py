@@ -78,8 +78,7 @@ class Config:
     top_p: float | None = flag(None, "nucleus sampling; None: the model's")
     decode_steps: int = flag(20, "denoising steps of the DiT")
     guidance: float = flag(1.5, "classifier-free guidance of the DiT; 1 is off")
-    offload: typing.Literal["auto", "on", "off"] = flag(
-        "auto", "hold one half at a time; auto: on a GPU below 60 GiB")
+    offload: typing.Literal["auto", "on", "off"] = flag("auto", "one half at a time; auto: <60 GiB")
     # The run
     out: str | None = flag(None, "new folder for the run; None: runs/<date-time>")
     resume: str | None = flag(None, "folder of a run to continue")
@@ -585,8 +584,7 @@ class GLMImageWrapper(PolicyWrapper):
     def encode(self, prompts):
         """-> ids [B, L], position_ids [3, B, L + T], bias [B, 1, L + T, L + T]. The bias is added
         to the scores of attention: 0 if token i (row) may see token j (column), else -inf."""
-        texts = [dict(type="text", text=prompt) for prompt in prompts]
-        chats = [[dict(role="user", content=[text])] for text in texts]
+        chats = [[{"role": "user", "content": [{"type": "text", "text": p}]}] for p in prompts]
         batch = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
                 target_h=self.config.height, target_w=self.config.width,
@@ -745,6 +743,8 @@ def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
     except BadInput as error:
         print("grpo.py: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)
+    if WORLD_SIZE > 1:
+        torch.distributed.destroy_process_group()
 
 if __name__ == "__main__":
     main()

@@ -237,6 +237,7 @@ def test_it_learns(root):
     before, after = map(float, re.findall(r"(?:before|after) +(\S+)", output)[:2])
     assert before < 0.55 and after > before + 0.2
 
+@pytest.mark.skipif("SLOW" not in os.environ, reason="takes half a minute: SLOW=1 runs it")
 def test_memory_of_the_page(capsys):
     """The row of 1024 is what measure.py counts, and no phase takes more than 22 GiB."""
     import measure

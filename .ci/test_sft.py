@@ -159,6 +159,7 @@ def demo(tmp_path_factory):
     assert run.returncode == 0, run.stderr
     return folder, run.stdout
 
+@pytest.mark.skipif("SLOW" not in os.environ, reason="takes a minute: SLOW=1 runs it")
 def test_it_learns_what_it_is_shown(demo):
     """Held-out loss falls, texts that no picture had are drawn as the pictures are, and GRPO starts higher."""
     folder, printed = demo
@@ -168,6 +169,7 @@ def test_it_learns_what_it_is_shown(demo):
     first, = [json.loads(line)["reward"] for line in (folder / "runs/then/metrics.jsonl").read_text().splitlines()]
     assert float(drawn[0]) < 0.78 and float(drawn[1]) > 0.82 and first > 0.8
 
+@pytest.mark.skipif("SLOW" not in os.environ, reason="takes a minute: SLOW=1 runs it")
 def test_the_adapter_gives_the_same_loss(demo):
     """In grpo.py as here: another rank, scale or layer would begin GRPO from something else."""
     folder, printed = demo
