@@ -241,6 +241,7 @@ def write_words(folder):
     subprocess.run(line.replace("> words.txt", f"> {folder / 'words.txt'}"), shell=True, check=True, cwd=HERE)
     return folder / "words.txt"
 
+@pytest.mark.skipif("SLOW" not in os.environ, reason="takes half a minute: SLOW=1 runs it")
 def test_ocr_scores_of_words_txt(gallery, reads, tmp_path):
     """The right words, with one letter wrong, and those of another prompt: means over all prompts. Each prompt quotes
     one phrase, as the painter finds them."""

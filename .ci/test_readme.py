@@ -258,6 +258,7 @@ def once(function):
 
     return answer
 
+@pytest.mark.skipif("SLOW" not in os.environ, reason="takes half a minute: SLOW=1 runs it")
 def test_the_other_measurements_run(monkeypatch, capsys):
     """bench, ablate and depth, on small models: they run, and have the rows that the page shows."""
     monkeypatch.setattr(measure, "make_real", None)
