@@ -1057,6 +1057,7 @@ def test_the_first_command_learns_and_leaves_what_the_readme_says(first_command,
     """Rewards rise by far more than luck, all fixed pictures but one at most get their colour; it goes on."""
     process, out = first_command
     printed, error = process.communicate(timeout=600)
+    (out.parent / "printed").write_text(printed)  # for .ci/test_readme.py
     bars = re.split(r"[\r\n]|\x1b\[A", error)  # of the libraries, while they load the model
     assert process.returncode == 0 and all(bar.startswith("Loading ") for bar in bars if bar), error
     first, *lines = [line for line in printed.splitlines() if not line.startswith("All groups had equal ")]

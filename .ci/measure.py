@@ -2,7 +2,7 @@
 
     python .ci/measure.py bench [flags of grpo.py]    seconds of the stock recipe and of ours, one table
     python .ci/measure.py bench --model random ..     the same, at GLM-Image's real sizes with random weights
-    python .ci/measure.py memory                      GiB and kernels of a GPU, counted without one; a minute
+    python .ci/measure.py memory [rows]               GiB and kernels of a GPU, counted without one; a minute
     python .ci/measure.py edit                        GiB of examples/edit.py, counted in the same way
     python .ci/measure.py ablate [seeds]              what each choice is worth, on the small GLM-Image
     python .ci/measure.py depth                       how far bf16 rounds at depth; minutes of a core
@@ -381,7 +381,9 @@ def bench(argv):
               f"| {decode:.3f} | {update:.3f} | {step:.3f} | {rollout.tokens.numel() / sample:.0f} "
               f"| {peak:.1f} |", flush=True)
 
-def memory():
+RUNS = [(512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4), (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]
+
+def memory(rows):
     """Two tables. What does not depend on the number of prompts is counted anew in every row."""
     counted = {}
     pipe = make_real("meta")
@@ -391,15 +393,15 @@ def memory():
           f"{gib(*halves[1]):.1f} to decode, {gib(ar, *halves[1]):.1f} in all; --offload on / off:\n")
     print("| size | prompts x group | micro-batch | sample | decode | update |")
     print("|---|---|---|---|---|---|", flush=True)
-    for side, num_prompts, group_size, size in [
-            (512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4),
-            (1024, 8, 4, 1), (1024, 8, 4, 4), (1024, 8, 16, 1)]:
+    for side, num_prompts, group_size, size in [RUNS[row] for row in rows]:
         peaks, kernels = count_memory(side, num_prompts, size, group_size)
         pairs = [peaks[phase] for phase in ("sample", "decode", "update")]
         cells = [f"{pair['on']:.1f} / {pair['off']:.1f}" for pair in pairs]
         print(f"| {side} | {num_prompts} x {group_size} | {size} |", " | ".join(cells), "|", flush=True)
         counted[side, num_prompts, group_size, size] = kernels
-    kernels = counted[512, 8, 4, 1]
+    if RUNS[1] not in counted:
+        return
+    kernels = counted[RUNS[1]]
     print("\nKernels at 512, 8 x 4, one image at a time:\n\n| kernels per token | per DiT pass | per micro-batch |\n"
           f"|---|---|---|\n| {kernels['sample']:,} | {kernels['decode']:,} | {kernels['update']:,} |")
 
@@ -502,8 +504,8 @@ if __name__ == "__main__":
     name, *rest = sys.argv[1:] or ["--help"]
     if name == "bench":
         bench(rest)
-    elif name == "memory" and not rest:
-        memory()
+    elif name == "memory":
+        memory([int(row) for row in rest] or range(len(RUNS)))
     elif name == "edit" and not rest:
         memory_of_edits()
     elif name == "ablate":

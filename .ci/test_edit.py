@@ -218,13 +218,16 @@ def root(tmp_path, monkeypatch):
     return tmp_path
 
 def test_it_learns_a_little(root, monkeypatch):
-    """The page's first command with fewer steps of fit and of GRPO, in which a wrong advantage or source teaches nothing."""
+    """The page's first command on 16 prompts, with fewer steps; a wrong advantage or source would teach nothing."""
+    squares.write_once()
+    prompts = squares.FOLDER / "prompts.txt"
+    prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:16]))
     fit = make_tiny.fit_policy
-    monkeypatch.setattr(make_tiny, "fit_policy", lambda wrapper, draw, chance, steps, lr: fit(wrapper, draw, chance, steps // 4, lr))
-    monkeypatch.setattr(sys, "argv", "edit.py --steps 20 --group-size 4 --lr 2e-3 --save_every 20 --out runs/edit".split())
+    monkeypatch.setattr(make_tiny, "fit_policy", lambda wrapper, draw, chance, steps, lr: fit(wrapper, draw, chance, steps // 10, lr))
+    monkeypatch.setattr(sys, "argv", "edit.py --steps 16 --group-size 4 --lr 2e-3 --save-every 16 --out runs/edit".split())
     runpy.run_module("examples.edit", run_name="__main__")
     rewards = [json.loads(line)["reward"] for line in (root / "runs/edit/metrics.jsonl").read_text().splitlines()]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
 
 @pytest.mark.skipif("SLOW" not in os.environ, reason="takes three minutes: SLOW=1 runs it")
 def test_it_learns(root):
