@@ -187,6 +187,19 @@ def test_the_adapter_gives_the_same_loss(demo):
     loss = -wrapper.compute_logprobs(rollout)[0].mean().item()
     assert loss == pytest.approx(float(re.findall(r"held-out loss (\S+)", printed)[-1]), rel=1e-3)
 
+def test_the_stock_pipeline_takes_the_adapter(tmp_path):
+    """As in use.py: with names or a scale that peft reads differently, it would draw as the base model does."""
+    pytest.importorskip("peft")
+    trainer = make_trainer(tmp_path / "run", lr=0.05)
+    rollout = grpo.Rollout(TEXTS, None, trainer.codes, None, None)
+    pipe = make_pipe()
+    base, _ = trainer.wrapper.compute_logprobs(rollout)
+    trainer.train()
+    trained, _ = trainer.wrapper.compute_logprobs(rollout)
+    pipe.vision_language_encoder.load_adapter(tmp_path / "run/adapter_00002")
+    loaded, _ = grpo.GLMImageWrapper(pipe, trainer.config).compute_logprobs(rollout)
+    assert (loaded - trained).abs().max() < 1e-5 and (base - trained).abs().max() > 0.1
+
 def test_it_is_resumed(tmp_path):
     """With the held-out pictures and the order of the first run, and its adapters."""
     for name in ("one", "half"):
