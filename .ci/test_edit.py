@@ -162,30 +162,32 @@ def test_rewards_get_instruction_and_source(tmp_path):
     Path(tmp_path, "edits.txt").write_text("# comment\n\na b\tx.png\n")
     prompts, sources = codes.load_prompts(tmp_path / "edits.txt")
     assert prompts == [f"a b\t{tmp_path}/x.png"]
-    total, _ = grpo.compute_rewards(sources, prompts, sources, edit.load_rewards(f"mse,{tmp_path}/mine.py:mine=2"))
+    total, _ = grpo.compute_rewards(sources, prompts, sources, codes.load_rewards(f"mse,{tmp_path}/mine.py:mine=2"))
     assert total == 14
 
 @pytest.mark.parametrize("line, message", [
     ("paint it red", "needs one tab and one source, not 0"), ("a\tx.png\tx.png", "needs one tab and one source, not 2"),
     ("a\tnone.png", "No such file"), ("a\tedits.txt", "cannot identify image"), ("a\tsmall.png", "multiples of 32"),
+    ("a\tlong.png", "long.png is over four times as long as wide"),
     ("# only a comment", "has no prompts")])
 def test_bad_input(line, message, tmp_path, capsys):
     """One line that says what is wrong, before a model is loaded."""
     Image.new("RGB", (48, 32)).save(tmp_path / "small.png")
+    Image.new("RGB", (32, 160)).save(tmp_path / "long.png")
     Path(tmp_path, "edits.txt").write_text(line)
     for argv, text in ([f"--prompts={tmp_path}/edits.txt"], message), ([], "--prompts: needs a file"):
         with pytest.raises(SystemExit) as stop:
-            grpo.main(argv, load_model=None, load_prompts=codes.load_prompts, load_rewards=edit.load_rewards)
+            grpo.main(argv, load_model=None, load_prompts=codes.load_prompts, load_rewards=codes.load_rewards)
         error = capsys.readouterr().err
         assert stop.value.code == 2 and text in error and error.count("\n") == 1
 
 def test_sources_without_codes_are_found_before_training(wrapper, tmp_path, monkeypatch):
     """Found when its turn comes, the last source would stop a run after hours."""
     monkeypatch.setattr(squares, "load_model", lambda *_: wrapper)
-    prompts = make_prompts(tmp_path, *[(64, 64)] * 9, (512, 64))
+    prompts = make_prompts(tmp_path, *[(64, 64)] * 9, (2080, 2080))
     Path(tmp_path, "edits.txt").write_text("\n".join(prompts).replace(f"{tmp_path}/", ""))
     wrapper.config.prompts = f"{tmp_path}/edits.txt"
-    with pytest.raises(grpo.BadInput, match="aspect ratio"):
+    with pytest.raises(grpo.BadInput, match="seen as one of 2048 x 2048"):
         edit.load_model(None, wrapper.config)
 
 @pytest.mark.parametrize("size", [(512, 64), (16, 16), (100, 64)])

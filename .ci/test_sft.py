@@ -134,7 +134,7 @@ def test_held_out_pictures_are_not_trained(tmp_path):
     runs = [make_trainer(tmp_path / name, steps=4, batch_size=2) for name in "ab"]
     runs[1].codes = runs[1].codes.clone()
     runs[1].codes[0] = (runs[1].codes[0] + 1) % 8
-    assert runs[0].held_out.tolist() == [0] and runs[0].trained.tolist() == [1, 2, 3, 4]
+    assert runs[0].held_out_rows.tolist() == [0] and runs[0].trained_rows.tolist() == [1, 2, 3, 4]
     for run in runs:
         run.train()
     for name, weight in runs[0].lora.weights.items():

@@ -1,9 +1,11 @@
-"""Pictures as input: reads the sources of edits, and turns pictures into GLM-Image's codes.
+"""Helpers of edit.py and sft.py: read a file of prompts in which each line names a picture to edit,
+its source, and turn pictures into GLM-Image's codes.
 
     from examples.codes import encode_images
     pipe = diffusers.GlmImagePipeline.from_pretrained(..)
     codes, = encode_images(pipe, [Image.open("fox.png")])  # [height / 32, width / 32]
 """
+import functools
 from pathlib import Path
 
 import torch
@@ -12,8 +14,9 @@ from PIL import Image
 import grpo
 
 def load_prompts(path):
-    """Lines `instruction<TAB>source.png` -> prompts `instruction<TAB>path of the source`, and the
-    sources, PIL images."""
+    """Lines `instruction<TAB>source.png`, where the path is relative to the file's folder
+    -> prompts `instruction<TAB>path from here`, and the sources, PIL images.
+    The path stays in the prompt because a wrapper gets nothing but prompts."""
     if path is None:
         raise grpo.BadInput("--prompts: needs a file of lines `instruction<TAB>source.png`")
     with grpo.input_errors(f"--prompts {path}"):
@@ -26,30 +29,49 @@ def load_prompts(path):
             where = f"--prompts {path}, line {number}"
             if len(names) != 1:
                 raise grpo.BadInput(f"{where}: needs one tab and one source, not {len(names)}")
-            source = Path(path).parent / names[0]
+            source_path = Path(path).parent / names[0]
             with grpo.input_errors(where):
-                sources.append(Image.open(source).convert("RGB"))
-            if sources[-1].width % 32 or sources[-1].height % 32:
-                raise grpo.BadInput(f"{where}: the sides of {source} must be multiples of 32")
-            prompts.append(f"{instruction}\t{source}")
+                source = Image.open(source_path).convert("RGB")
+            if source.width % 32 or source.height % 32:
+                raise grpo.BadInput(f"{where}: the sides of {source_path} must be multiples of 32")
+            if max(source.size) > 4 * min(source.size):
+                raise grpo.BadInput(f"{where}: {source_path} is over four times as long as wide")
+            prompts.append(f"{instruction}\t{source_path}")
+            sources.append(source)
     if not prompts:
         raise grpo.BadInput(f"--prompts {path}: has no prompts")
     return prompts, sources
 
+def load_rewards(text):
+    """The rewards of grpo.py, which get the instructions alone: prompts have a path as well."""
+    rewards = {}
+    for name, (function, weight) in grpo.load_rewards(text).items():
+        rewards[name] = functools.partial(call_with_instructions, function), weight
+    return rewards
+
+def call_with_instructions(function, images, prompts, targets):
+    instructions = [prompt.split("\t")[0] for prompt in prompts]
+    return function(images, instructions, targets)
+
 @torch.no_grad()
-def encode_images(pipe, images):
+def encode_images(pipe, images, any_size=False):
     """PIL images whose sides are multiples of 32 -> a tensor of codes [h, w] for each, on the CPU.
-    They are the codes that the stock pipeline makes of a picture to edit."""
+    They are the codes that the stock pipeline makes of a picture to edit. Its image processor
+    enlarges small pictures and shrinks large ones. These are refused, unless `any_size`."""
+    # GLMImageWrapper leaves the vision tower and the codebook on the CPU. They visit the GPU for
+    # this call only, as the two halves of the model need the room.
     model = pipe.vision_language_encoder.model
     tower = torch.nn.ModuleList([model.visual, model.vqmodel])
     home = model.visual.device
     tower.to(grpo.DEVICE)
+    # Despite their names, the limits of the image processor are areas.
+    limits = dict(size=dict(shortest_edge=32**2, longest_edge=10**8)) if any_size else {}
     codes = []
     for image in images:
         with grpo.input_errors("a picture", ValueError):  # too small or too elongated
-            inputs = pipe.processor.image_processor([image.convert("RGB")], return_tensors="pt")
+            inputs = pipe.processor.image_processor(
+                [image.convert("RGB")], return_tensors="pt", **limits)
         _, h, w = inputs.image_grid_thw[0].tolist()
-        # The image processor enlarges small pictures, and shrinks large ones.
         if (32 * w, 32 * h) != image.size:
             raise grpo.BadInput(
                 f"a picture of {image.width} x {image.height} pixels would be seen as one of "
@@ -58,7 +80,7 @@ def encode_images(pipe, images):
         features = model.get_image_features(inputs.pixel_values, inputs.image_grid_thw)
         # `pooler_output` has a feature for each patch, despite its name.
         codes.append(model.get_image_tokens(features.pooler_output).view(h, w).cpu())
-    tower.to(home)  # the two halves of the model need the room
+    tower.to(home)
     return codes
 
 def repeat_codes(codes):

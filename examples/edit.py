@@ -13,14 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import grpo
 from examples import squares
-from examples.codes import encode_images, load_prompts, repeat_codes
-
-def load_rewards(text):
-    """Those of grpo.py, but they get the instructions without the paths."""
-    def shorten(function, images, prompts, targets):
-        return function(images, [prompt.split("\t")[0] for prompt in prompts], targets)
-    return {name: (functools.partial(shorten, function), weight)
-            for name, (function, weight) in grpo.load_rewards(text).items()}
+from examples.codes import encode_images, load_prompts, load_rewards, repeat_codes
 
 class EditWrapper(grpo.GLMImageWrapper):
     """Four things differ from text to image. The policy reads the source's codes before the
@@ -45,18 +38,22 @@ class EditWrapper(grpo.GLMImageWrapper):
         ids = batch.input_ids[0]
         places = ids == processor.image_token_id
         ids[places] = codes.flatten()  # the processor left a placeholder for each code
-        # Positions up to the end of the source's grid. Then, beginning max(h, w) after its start,
-        # those of the instruction and of the grid to draw.
-        start = places.nonzero()[0].item()
+        # `build_position_ids` wants a text and then grids. Here text also follows a grid, so it is
+        # called twice: up to the end of the source, and from there on. The second part begins
+        # max(h, w) after the first position of the source.
         h, w = codes.shape
-        mask = torch.ones_like(ids)[None]
-        before = grpo.build_position_ids(mask[:, :start], [(h, w)])
-        drawn = batch.image_grid_thw[1, 1:].tolist()  # row 0 is the source's
-        after = grpo.build_position_ids(mask[:, start + h * w:], [drawn]) + start + max(h, w)
-        return ids, torch.cat([before, after], 2)[:, 0].T
+        start = places.nonzero()[0].item()  # of the source's codes in `ids`
+        end = start + h * w
+        text = torch.ones_like(ids)[None]  # a mask [1, L]: there is no padding
+        _, *drawn = batch.image_grid_thw[1].tolist()  # height, width; row 0 is the source's
+        before = grpo.build_position_ids(text[:, :start], [(h, w)])
+        after = grpo.build_position_ids(text[:, end:], [drawn])
+        after += start + max(h, w)
+        position_ids = torch.cat([before, after], 2)  # [3, 1, L + T]
+        return ids, position_ids.squeeze(1).T
 
     def encode(self, prompts):
-        """As in grpo.py, but the rows of the bias [B, 1, L + T, L + T] are not padded."""
+        """As in grpo.py, without the padding of the bias's rows, which only saves time on a GPU."""
         ids, position_ids = zip(*[self.encode_prompt(prompt) for prompt in prompts])
         pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = pad(ids, padding_value=self.pipe.processor.tokenizer.pad_token_id)
@@ -67,7 +64,8 @@ class EditWrapper(grpo.GLMImageWrapper):
         return ids.to(grpo.DEVICE), position_ids, bias
 
     def forward(self, ids, position_ids, bias, cache=None):
-        """Only the sampler has a cache. In one piece, its long prompts would take 5 GiB more."""
+        """The sampler, which alone has a cache, reads its prompts in pieces of 64 tokens. Those of
+        edits are long, and would take 5 GiB more in one piece."""
         if cache is None:
             return super().forward(ids, position_ids, bias)
         for start in range(0, ids.shape[1], 64):
@@ -81,28 +79,29 @@ class EditWrapper(grpo.GLMImageWrapper):
         """As in grpo.py, but the pipeline also gets each source, its codes and their grid."""
         config = self.config
         drawn = tokens.to(grpo.DEVICE).view(-1, config.height // 32, config.width // 32)
-        groups = repeat_codes(drawn).flatten(1).chunk(len(prompts))  # P of [G, codes]
+        groups = repeat_codes(drawn).view(len(prompts), -1, 4 * tokens.shape[1])  # [P, G, 4 * T]
         images = []
         for prompt, seed, group in zip(prompts, seeds, groups, strict=True):
             instruction, path = prompt.split("\t")
-            source, codes = self.load_source(path)  # if it is not cached, on the GPU
+            source, codes = self.load_source(path)  # before the DiT takes its room on the GPU
             self.move_to_gpu(self.dit)
-            codes = repeat_codes(codes[None].to(grpo.DEVICE))
-            grid = torch.tensor([codes.shape])  # (1, height, width) of the repeated codes
+            seen = repeat_codes(codes[None].to(grpo.DEVICE))  # [1, 2 * h, 2 * w]
             for part in group.split(config.micro_batch_size):
                 B = len(part)
                 noise = [torch.Generator().manual_seed(~seed) for _ in part]  # all the same
                 images += self.pipe(
                     [instruction] * B, prior_token_ids=part, image=[[source]] * B,
-                    prior_token_image_ids=[codes.flatten()] * B, source_image_grid_thw=[grid] * B,
+                    prior_token_image_ids=[seen.flatten()] * B,
+                    source_image_grid_thw=[torch.tensor([seen.shape])] * B,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
                     num_inference_steps=config.decode_steps, generator=noise).images
         return images
 
 def load_model(path, config):
-    wrapper = squares.load_model(EditWrapper, path, config)  # makes the small one at first
+    wrapper = squares.load_model(EditWrapper, path, config)  # the default one is made first
+    # Encode all prompts now, so that a source of a size that is refused does not end a run.
     for prompt in load_prompts(config.prompts)[0]:
-        wrapper.encode_prompt(prompt)  # now, as a source whose size is refused would end a run
+        wrapper.encode_prompt(prompt)  # its result is kept
     return wrapper
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import grpo
-from examples.codes import load_prompts
-from examples.edit import EditWrapper, load_rewards
+from examples.codes import load_prompts, load_rewards
+from examples.edit import EditWrapper
 from examples.evaluate import draw_film, evaluate, print_table
 
 def main(run, prompts_path, film_path):

@@ -1,11 +1,11 @@
-"""Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures with a text
-beside each: fox.png, fox.txt. GRPO can go on from there:
+"""Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures, each with a
+text beside it: fox.png, fox.txt. GRPO can go on from there. A KL would pull it back to the base.
 
     python -m examples.sft my_pictures --out runs/mine
     python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
 
-A KL above 0 would pull back to the base model. This program takes one GPU, and grpo.py's flags;
---prompts, --reward, --group-size, --num-iterations, --clip-range, --kl-coef have no effect."""
+This program uses one GPU and takes grpo.py's flags, of which --prompts, --reward, --group-size,
+--num-iterations, --clip-range and --kl-coef have no effect."""
 import random, sys
 from pathlib import Path
 import torch
@@ -13,14 +13,12 @@ from PIL import Image, ImageOps
 import grpo
 from examples.codes import encode_images
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-HELD_OUT = 0.1  # share of the pictures that are not trained
 
 def load_pictures(folder, size):
     """-> pairs of a text and its picture, cropped around the centre and resized to `size`."""
     with grpo.input_errors(folder, OSError):
         files = sorted(Path(folder).iterdir())
-    paths = [path for path in files if path.suffix.lower() in SUFFIXES]
+    paths = [path for path in files if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")]
     stems = [path.stem for path in paths]
     for path in files:
         if path.suffix == ".txt" and path.stem not in stems:
@@ -38,23 +36,23 @@ def load_pictures(folder, size):
 def encode_pictures(pipe, pictures):
     """-> codes [N, T], the draft's, then the large grid's. The draft is the same picture, resized,
     as in FlashAR (arXiv 2605.09430). GLM-Image's authors have not published how they train."""
-    width, height = pictures[0].size
-    grids = pipe.processor(text=[""], target_h=height, target_w=width).image_grid_thw
-    _, h, w = grids[1].tolist()  # the second row is the draft's, for any prompt
+    # The processor knows how large the draft is. It does not depend on the text.
+    batch = pipe.processor(text=[""], target_h=pictures[0].height, target_w=pictures[0].width)
+    _, h, w = batch.image_grid_thw[1].tolist()  # row 0 is the large grid's
     drafts = [picture.resize((32 * w, 32 * h)) for picture in pictures]
-    # The processor would enlarge small drafts. Despite their names, its limits are areas.
-    pipe.processor.image_processor.size = dict(shortest_edge=32**2, longest_edge=10**8)
-    parts = [torch.stack(encode_images(pipe, images)) for images in (drafts, pictures)]
-    return torch.cat([part.flatten(1) for part in parts], dim=1)
+    small = torch.stack(encode_images(pipe, drafts, any_size=True))
+    large = torch.stack(encode_images(pipe, pictures, any_size=True))
+    return torch.cat([small.flatten(1), large.flatten(1)], dim=1)
 
 class SFTTrainer(grpo.GRPOTrainer):
     """The loss is minus the mean log-prob of the codes [N, T]. LoRA, optimizer, files and --resume
-    are those of GRPOTrainer. The first pictures are held out."""
+    are those of GRPOTrainer. The first tenth of the pictures is held out."""
     def __init__(self, config, wrapper, texts, codes):
         super().__init__(config, wrapper, texts, {})  # no rewards
         self.codes = codes
-        n = max(1, round(HELD_OUT * len(codes)))
-        self.held_out, self.trained = torch.arange(len(codes)).tensor_split([n])
+        rows = torch.arange(len(codes))
+        n = max(1, len(codes) // 10)
+        self.held_out_rows, self.trained_rows = rows[:n], rows[n:]
 
     def compute_losses(self, rows):
         """Yields the loss of each micro-batch times its share, so that their sum is the mean."""
@@ -69,25 +67,27 @@ class SFTTrainer(grpo.GRPOTrainer):
         if not self.history:
             self.save_samples(0)  # before training
         for step in range(len(self.history) + 1, self.config.steps + 1):
-            indices, _ = grpo.choose_prompts(step, len(self.trained), self.config)
+            indices, _ = grpo.choose_prompts(step, len(self.trained_rows), self.config)
             total = 0.0
-            for loss in self.compute_losses(self.trained[indices]):
+            for loss in self.compute_losses(self.trained_rows[indices]):
                 loss.backward()
                 total += loss.item()
-            self.log(step, dict(loss=total, grad_norm=self.update_weights()))
+            grad_norm = self.update_weights()
+            self.log(step, dict(loss=total, grad_norm=grad_norm))
 
     @torch.no_grad()
     def save_samples(self, step):
-        loss = sum(self.compute_losses(self.held_out))
+        """Called every --save-every steps, so the held-out loss is measured here."""
+        loss = sum(self.compute_losses(self.held_out_rows))
         print(f"after {step} steps: held-out loss {loss:.4g}", flush=True)
         super().save_samples(step)  # of the first eight texts; those held out come first
 
 if __name__ == "__main__":
     try:
-        folder, *flags = sys.argv[1:] or ["-"]  # which is no folder
-        if folder.startswith("-") or grpo.WORLD_SIZE > 1:
+        if len(sys.argv) < 2 or sys.argv[1].startswith("-") or grpo.WORLD_SIZE > 1:
             raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
-        # What is learned at temperature 1, sampling at GLM-Image's own 0.9 sharpens later.
+        folder, *flags = sys.argv[1:]
+        # Likelihood is that of temperature 1. GLM-Image's own, 0.9, is for sampling.
         config = grpo.parse_args(flags, temperature=1.0)
         pairs = load_pictures(folder, (config.width, config.height))
         random.Random(config.seed).shuffle(pairs)
