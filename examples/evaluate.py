@@ -60,7 +60,7 @@ def print_table(labels, results):
 def draw_film(labels, pictures, prompts):
     """A grid of images: a row per adapter, a column per prompt (the first eight), equal seeds."""
     rows = [["", *prompts[:8]]] + [[label, *row[:8]] for label, row in zip(labels, pictures)]
-    film = Image.new("RGB", (200 * len(rows[0]), 200 * len(rows)), "white")
+    film = Image.new("RGB", (200 * len(rows[0]), 200 * len(rows)), "lightgray")
     font = ImageFont.load_default(size=22)
     for y, row in enumerate(rows):
         for x, cell in enumerate(row):
