@@ -94,11 +94,11 @@ def test_pictures_are_cropped_and_turned(tmp_path):
     draw("red", "white", "green").save(tmp_path / "owl.png")
     (tmp_path / "owl.txt").write_text("an owl")
     (tmp_path / "notes.md").write_text("neither a picture nor a text")
-    for text, picture in sft.load_pictures(tmp_path, (64, 64)):
+    for text, picture in zip(*sft.load_pictures(tmp_path, (64, 64), 0)):
         assert text in ("a fox", "an owl") and picture.size == (64, 64)
         edge, middle, _ = (picture.getpixel((32, y)) for y in (2, 32, 61))
         assert min(middle) > 240 and min(edge) > 240, text  # what was red and green is cut off
-    for text, picture in sft.load_pictures(tmp_path, (32, 96)):
+    for text, picture in zip(*sft.load_pictures(tmp_path, (32, 96), 0)):
         red, white, green = (picture.getpixel((16, y)) for y in (10, 48, 86))
         assert red[0] > 200 > 60 > red[1] and min(white) > 240 and green[1] > green[0] + 60, text
 
@@ -177,7 +177,7 @@ def test_the_adapter_gives_the_same_loss(demo):
     wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)  # the shipped model: no tower is needed
     state = torch.load(folder / "runs/mine/checkpoint.pt")
     texts = dict(zip(state["prompts"], range(40)))
-    pairs = sft.load_pictures(folder / "runs/mosaics/pictures", (128, 128))
+    pairs = zip(*sft.load_pictures(folder / "runs/mosaics/pictures", (128, 128), 5))
     held_out = [pair for pair in pairs if texts[pair[0]] < 4]
     pipe = grpo.diffusers.GlmImagePipeline.from_pretrained(folder / "runs/mosaics/model")
     codes = sft.encode_pictures(pipe, [picture for _, picture in held_out])

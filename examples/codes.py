@@ -1,5 +1,5 @@
-"""Helpers of edit.py and sft.py: read a file of prompts in which each line names a picture to edit,
-its source, and turn pictures into GLM-Image's codes.
+"""Helpers of edit.py and sft.py. They read a file of prompts in which each line names a picture to
+edit, its source; turn pictures into GLM-Image's codes; and find the positions of an edit's tokens.
 
     from examples.codes import encode_images
     pipe = diffusers.GlmImagePipeline.from_pretrained(..)
@@ -15,8 +15,8 @@ import grpo
 
 def load_prompts(path):
     """Lines `instruction<TAB>source.png`, where the path is relative to the file's folder
-    -> prompts `instruction<TAB>path from here`, and the sources, PIL images.
-    The path stays in the prompt because a wrapper gets nothing but prompts."""
+    -> prompts `instruction<TAB>path`, where it is relative to the working directory, and the
+    sources, PIL images. The path stays in the prompt because a wrapper gets nothing but prompts."""
     if path is None:
         raise grpo.BadInput("--prompts: needs a file of lines `instruction<TAB>source.png`")
     with grpo.input_errors(f"--prompts {path}"):
@@ -34,7 +34,7 @@ def load_prompts(path):
                 source = Image.open(source_path).convert("RGB")
             if source.width % 32 or source.height % 32:
                 raise grpo.BadInput(f"{where}: the sides of {source_path} must be multiples of 32")
-            if max(source.size) > 4 * min(source.size):
+            if max(source.size) > 4 * min(source.size):  # the image processor takes none of these
                 raise grpo.BadInput(f"{where}: {source_path} is over four times as long as wide")
             prompts.append(f"{instruction}\t{source_path}")
             sources.append(source)
@@ -56,32 +56,46 @@ def call_with_instructions(function, images, prompts, targets):
 @torch.no_grad()
 def encode_images(pipe, images, any_size=False):
     """PIL images whose sides are multiples of 32 -> a tensor of codes [h, w] for each, on the CPU.
-    They are the codes that the stock pipeline makes of a picture to edit. Its image processor
-    enlarges small pictures and shrinks large ones. These are refused, unless `any_size`."""
+    They are the codes that the stock pipeline makes of a picture to edit. Its image processor would
+    enlarge a small picture and shrink a large one: an error, unless `any_size` lifts its limits."""
     # GLMImageWrapper leaves the vision tower and the codebook on the CPU. They visit the GPU for
     # this call only, as the two halves of the model need the room.
     model = pipe.vision_language_encoder.model
     tower = torch.nn.ModuleList([model.visual, model.vqmodel])
     home = model.visual.device
     tower.to(grpo.DEVICE)
-    # Despite their names, the limits of the image processor are areas.
-    limits = dict(size=dict(shortest_edge=32**2, longest_edge=10**8)) if any_size else {}
+    settings = {}
+    if any_size:  # despite their names, these limits are areas
+        settings["size"] = dict(shortest_edge=32**2, longest_edge=10**8)
     codes = []
     for image in images:
         with grpo.input_errors("a picture", ValueError):  # too small or too elongated
             inputs = pipe.processor.image_processor(
-                [image.convert("RGB")], return_tensors="pt", **limits)
-        _, h, w = inputs.image_grid_thw[0].tolist()
+                [image.convert("RGB")], return_tensors="pt", **settings)
+        _, h, w = inputs.image_grid_thw[0].tolist()  # in codes
         if (32 * w, 32 * h) != image.size:
             raise grpo.BadInput(
                 f"a picture of {image.width} x {image.height} pixels would be seen as one of "
                 f"{32 * w} x {32 * h}: change its size to that, or to other multiples of 32")
         inputs = inputs.to(grpo.DEVICE)
         features = model.get_image_features(inputs.pixel_values, inputs.image_grid_thw)
-        # `pooler_output` has a feature for each patch, despite its name.
+        # `pooler_output` has a feature for each code, despite its name.
         codes.append(model.get_image_tokens(features.pooler_output).view(h, w).cpu())
     tower.to(home)
     return codes
+
+def build_edit_position_ids(before, source_grid, after, drawn_grid):
+    """Positions (t, h, w) of a text of `before` tokens, the source's codes, a text of `after`
+    tokens, and the codes to draw; grids are (height, width) -> [3, L + T]:
+              text  1 x 2  text     2 x 2
+         t:   0  1  2  2   4  5  6  7  7  7  7
+         h:   0  1  2  2   4  5  6  7  7  8  8
+         w:   0  1  2  3   4  5  6  7  8  7  8
+    Each half is a text and a grid, as `grpo.build_position_ids` wants them. The second half begins
+    max(height, width) after the start of the source's grid."""
+    first = grpo.build_position_ids(torch.ones(1, before, dtype=torch.long), [source_grid])
+    second = grpo.build_position_ids(torch.ones(1, after, dtype=torch.long), [drawn_grid])
+    return torch.cat([first, second + before + max(source_grid)], dim=2)[:, 0]
 
 def repeat_codes(codes):
     """[N, h, w] -> [N, 2 * h, 2 * w]: the DiT wants each code as 2 x 2."""

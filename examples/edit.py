@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import grpo
 from examples import squares
-from examples.codes import encode_images, load_prompts, load_rewards, repeat_codes
+from examples.codes import (
+    build_edit_position_ids, encode_images, load_prompts, load_rewards, repeat_codes)
 
 class EditWrapper(grpo.GLMImageWrapper):
     """Four things differ from text to image. The policy reads the source's codes before the
@@ -38,34 +39,29 @@ class EditWrapper(grpo.GLMImageWrapper):
         ids = batch.input_ids[0]
         places = ids == processor.image_token_id
         ids[places] = codes.flatten()  # the processor left a placeholder for each code
-        # `build_position_ids` wants a text and then grids. Here text also follows a grid, so it is
-        # called twice: up to the end of the source, and from there on. The second part begins
-        # max(h, w) after the first position of the source.
-        h, w = codes.shape
-        start = places.nonzero()[0].item()  # of the source's codes in `ids`
-        end = start + h * w
-        text = torch.ones_like(ids)[None]  # a mask [1, L]: there is no padding
-        _, *drawn = batch.image_grid_thw[1].tolist()  # height, width; row 0 is the source's
-        before = grpo.build_position_ids(text[:, :start], [(h, w)])
-        after = grpo.build_position_ids(text[:, end:], [drawn])
-        after += start + max(h, w)
-        position_ids = torch.cat([before, after], 2)  # [3, 1, L + T]
-        return ids, position_ids.squeeze(1).T
+        before = places.nonzero()[0].item()  # tokens before the source's codes
+        after = len(ids) - before - codes.numel()
+        drawn_grid = batch.image_grid_thw[1, 1:].tolist()  # row 0 is the source's
+        position_ids = build_edit_position_ids(before, codes.shape, after, drawn_grid)
+        return ids, position_ids.T
 
     def encode(self, prompts):
-        """As in grpo.py, without the padding of the bias's rows, which only saves time on a GPU."""
+        """As in grpo.py, but prompts are encoded one by one and padded here."""
         ids, position_ids = zip(*[self.encode_prompt(prompt) for prompt in prompts])
         pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = pad(ids, padding_value=self.pipe.processor.tokenizer.pad_token_id)
+        # All have the same T, so this pads the prompts. [B, L + T, 3] -> [3, B, L + T]
         position_ids = pad(position_ids, padding_value=-1).movedim(2, 0).to(grpo.DEVICE)
         real = position_ids[0] >= 0  # padding is at -1
         visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
         bias = torch.where(visible, 0.0, -torch.inf).to(self.policy.dtype)
+        length = real.shape[1]
+        bias = torch.nn.functional.pad(bias, (0, -length % 8))[..., :length]
         return ids.to(grpo.DEVICE), position_ids, bias
 
     def forward(self, ids, position_ids, bias, cache=None):
-        """The sampler, which alone has a cache, reads its prompts in pieces of 64 tokens. Those of
-        edits are long, and would take 5 GiB more in one piece."""
+        """With a cache, these are the tokens of a sampler: prompts at first, which are long and are
+        read in pieces of 64 tokens, to save 5 GiB; then single tokens, a piece each."""
         if cache is None:
             return super().forward(ids, position_ids, bias)
         for start in range(0, ids.shape[1], 64):
@@ -78,27 +74,29 @@ class EditWrapper(grpo.GLMImageWrapper):
     def decode(self, prompts, tokens, seeds):
         """As in grpo.py, but the pipeline also gets each source, its codes and their grid."""
         config = self.config
-        drawn = tokens.to(grpo.DEVICE).view(-1, config.height // 32, config.width // 32)
-        groups = repeat_codes(drawn).view(len(prompts), -1, 4 * tokens.shape[1])  # [P, G, 4 * T]
+        self.move_to_gpu(self.dit)
+        codes = tokens.to(grpo.DEVICE).view(-1, config.height // 32, config.width // 32)
+        groups = repeat_codes(codes).view(len(prompts), -1, 4 * tokens.shape[1])  # [P, G, 4 * T]
         images = []
         for prompt, seed, group in zip(prompts, seeds, groups, strict=True):
             instruction, path = prompt.split("\t")
-            source, codes = self.load_source(path)  # before the DiT takes its room on the GPU
-            self.move_to_gpu(self.dit)
-            seen = repeat_codes(codes[None].to(grpo.DEVICE))  # [1, 2 * h, 2 * w]
+            source, source_codes = self.load_source(path)  # kept since `sample`
+            h, w = source_codes.shape
+            source_grid = torch.tensor([[1, 2 * h, 2 * w]])  # (t, h, w)
+            source_codes = repeat_codes(source_codes[None]).flatten().to(grpo.DEVICE)
             for part in group.split(config.micro_batch_size):
                 B = len(part)
                 noise = [torch.Generator().manual_seed(~seed) for _ in part]  # all the same
                 images += self.pipe(
                     [instruction] * B, prior_token_ids=part, image=[[source]] * B,
-                    prior_token_image_ids=[seen.flatten()] * B,
-                    source_image_grid_thw=[torch.tensor([seen.shape])] * B,
+                    prior_token_image_ids=[source_codes] * B,
+                    source_image_grid_thw=[source_grid] * B,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
                     num_inference_steps=config.decode_steps, generator=noise).images
         return images
 
 def load_model(path, config):
-    wrapper = squares.load_model(EditWrapper, path, config)  # the default one is made first
+    wrapper = squares.load_model(EditWrapper, path, config)  # makes the default model at first
     # Encode all prompts now, so that a source of a size that is refused does not end a run.
     for prompt in load_prompts(config.prompts)[0]:
         wrapper.encode_prompt(prompt)  # its result is kept

@@ -1,10 +1,11 @@
 """Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures, each with a
-text beside it: fox.png, fox.txt. GRPO can go on from there. A KL would pull it back to the base.
+text beside it: fox.png, fox.txt. GRPO can go on from there:
 
     python -m examples.sft my_pictures --out runs/mine
     python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
 
-This program uses one GPU and takes grpo.py's flags, of which --prompts, --reward, --group-size,
+The last flag is there because GRPO's KL is measured to the base model, and would undo the SFT. This
+program uses one GPU and takes grpo.py's flags, of which --prompts, --reward, --group-size,
 --num-iterations, --clip-range and --kl-coef have no effect."""
 import random, sys
 from pathlib import Path
@@ -14,24 +15,24 @@ import grpo
 from examples.codes import encode_images
 
 
-def load_pictures(folder, size):
-    """-> pairs of a text and its picture, cropped around the centre and resized to `size`."""
+def load_pictures(folder, size, seed):
+    """-> texts and pictures in random order. These are cropped around the centre and resized."""
     with grpo.input_errors(folder, OSError):
         files = sorted(Path(folder).iterdir())
     paths = [path for path in files if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")]
-    stems = [path.stem for path in paths]
     for path in files:
-        if path.suffix == ".txt" and path.stem not in stems:
+        if path.suffix == ".txt" and path.stem not in [picture.stem for picture in paths]:
             raise grpo.BadInput(f"{path}: there is no picture {path.stem}.png or .jpg beside it")
-    if len(paths) < 2:
+    if len(paths) < 2:  # one of them is held out
         raise grpo.BadInput(f"{folder}: needs two pictures or more, and has {len(paths)}")
-    pairs = []
+    random.Random(seed).shuffle(paths)
+    texts, pictures = [], []
     for path in paths:
         with grpo.input_errors(f"{path}, or {path.stem}.txt beside it, cannot be read"):
-            text = path.with_suffix(".txt").read_text(encoding="utf-8-sig").strip()
+            texts.append(path.with_suffix(".txt").read_text(encoding="utf-8-sig").strip())
             picture = ImageOps.exif_transpose(Image.open(path))  # a photo may lie on its side
-            pairs.append((text, ImageOps.fit(picture.convert("RGB"), size)))
-    return pairs
+            pictures.append(ImageOps.fit(picture.convert("RGB"), size))
+    return texts, pictures
 
 def encode_pictures(pipe, pictures):
     """-> codes [N, T], the draft's, then the large grid's. The draft is the same picture, resized,
@@ -40,6 +41,7 @@ def encode_pictures(pipe, pictures):
     batch = pipe.processor(text=[""], target_h=pictures[0].height, target_w=pictures[0].width)
     _, h, w = batch.image_grid_thw[1].tolist()  # row 0 is the large grid's
     drafts = [picture.resize((32 * w, 32 * h)) for picture in pictures]
+    # The image processor would resize small pictures, and so change the number of their codes.
     small = torch.stack(encode_images(pipe, drafts, any_size=True))
     large = torch.stack(encode_images(pipe, pictures, any_size=True))
     return torch.cat([small.flatten(1), large.flatten(1)], dim=1)
@@ -50,16 +52,15 @@ class SFTTrainer(grpo.GRPOTrainer):
     def __init__(self, config, wrapper, texts, codes):
         super().__init__(config, wrapper, texts, {})  # no rewards
         self.codes = codes
-        rows = torch.arange(len(codes))
         n = max(1, len(codes) // 10)
-        self.held_out_rows, self.trained_rows = rows[:n], rows[n:]
+        self.held_out_rows = torch.arange(n)
+        self.trained_rows = torch.arange(n, len(codes))
 
     def compute_losses(self, rows):
         """Yields the loss of each micro-batch times its share, so that their sum is the mean."""
         for part in rows.split(self.config.micro_batch_size):
-            texts = [self.prompts[row] for row in part]
-            batch = grpo.Rollout(
-                texts, images=None, tokens=self.codes[part], logprobs=None, nuclei=None)
+            texts = [self.prompts[row] for row in part.tolist()]
+            batch = grpo.Rollout(texts, None, self.codes[part], None, None)  # prompts and tokens
             logprobs, _ = self.wrapper.compute_logprobs(batch)  # [B, T]
             yield -logprobs.mean() * len(part) / len(rows)
 
@@ -68,8 +69,9 @@ class SFTTrainer(grpo.GRPOTrainer):
             self.save_samples(0)  # before training
         for step in range(len(self.history) + 1, self.config.steps + 1):
             indices, _ = grpo.choose_prompts(step, len(self.trained_rows), self.config)
+            rows = self.trained_rows[indices]
             total = 0.0
-            for loss in self.compute_losses(self.trained_rows[indices]):
+            for loss in self.compute_losses(rows):
                 loss.backward()
                 total += loss.item()
             grad_norm = self.update_weights()
@@ -87,12 +89,10 @@ if __name__ == "__main__":
         if len(sys.argv) < 2 or sys.argv[1].startswith("-") or grpo.WORLD_SIZE > 1:
             raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
         folder, *flags = sys.argv[1:]
-        # Likelihood is that of temperature 1. GLM-Image's own, 0.9, is for sampling.
+        # The log-probs are of logits / temperature. GLM-Image's own, 0.9, is meant for sampling.
         config = grpo.parse_args(flags, temperature=1.0)
-        pairs = load_pictures(folder, (config.width, config.height))
-        random.Random(config.seed).shuffle(pairs)
-        texts, pictures = map(list, zip(*pairs))
-        grpo.check_before_loading(config, texts, None, rewards={})
+        texts, pictures = load_pictures(folder, (config.width, config.height), config.seed)
+        grpo.check_before_loading(config, texts, targets=None, rewards={})
         wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
         SFTTrainer(config, wrapper, texts, encode_pictures(wrapper.pipe, pictures)).train()
     except grpo.BadInput as error:
