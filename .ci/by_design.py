@@ -3,6 +3,7 @@ fail: those that the commands of the page leave out. Nothing here is a test.
 
     python .ci/by_design.py               all changes; a suite each, so some minutes each
     python .ci/by_design.py GSPO CISPO    these
+    python .ci/by_design.py GSPO+CISPO    these two together
 """
 import os, re, shutil, subprocess, sys, tempfile
 from pathlib import Path
@@ -40,5 +41,6 @@ def find_failures(diffs):
 if __name__ == "__main__":
     changes = read_changes()
     for heading in sys.argv[1:] or changes:
-        names, summary = find_failures(changes[heading])
+        diffs = [diff for part in heading.split("+") for diff in changes[part]]
+        names, summary = find_failures(diffs)
         print(f"{heading}: {', '.join(names) or 'none'} ({summary})", flush=True)

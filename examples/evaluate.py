@@ -93,7 +93,8 @@ if __name__ == "__main__":
         if typed.samples < 2:
             raise grpo.BadInput("--samples: must be at least 2, to compare them")
     except grpo.BadInput as error:
-        parser.exit(2, f"evaluate.py: error: {' '.join(str(error).split())}\n")
+        message = " ".join(str(error).replace("--resume ", "").split())  # it was not typed
+        parser.exit(2, f"evaluate.py: error: {message}\n")
     wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
     lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
     results, pictures = zip(*evaluate(wrapper, lora, [adapters[step] for step in steps],
