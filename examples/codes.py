@@ -14,9 +14,9 @@ from PIL import Image
 import grpo
 
 def load_prompts(path):
-    """Lines `instruction<TAB>source.png`, where the path is relative to the file's folder
-    -> prompts `instruction<TAB>path`, where it is relative to the working directory, and the
-    sources, PIL images. The path stays in the prompt because a wrapper gets nothing but prompts."""
+    """Reads lines `instruction<TAB>source.png` -> prompts and sources, PIL images. In the file a
+    path is relative to the file's folder. A prompt is `instruction<TAB>path`, where the path is
+    relative to the working directory; it stays there because a wrapper only gets prompts."""
     if path is None:
         raise grpo.BadInput("--prompts: needs a file of lines `instruction<TAB>source.png`")
     with grpo.input_errors(f"--prompts {path}"):
@@ -57,7 +57,7 @@ def call_with_instructions(function, images, prompts, targets):
 def encode_images(pipe, images, any_size=False):
     """PIL images whose sides are multiples of 32 -> a tensor of codes [h, w] for each, on the CPU.
     They are the codes that the stock pipeline makes of a picture to edit. Its image processor would
-    enlarge a small picture and shrink a large one: an error, unless `any_size` lifts its limits."""
+    resize a picture that is small or large, so BadInput is raised. `any_size` lifts its limits."""
     # GLMImageWrapper leaves the vision tower and the codebook on the CPU. They visit the GPU for
     # this call only, as the two halves of the model need the room.
     model = pipe.vision_language_encoder.model
@@ -65,7 +65,8 @@ def encode_images(pipe, images, any_size=False):
     home = model.visual.device
     tower.to(grpo.DEVICE)
     settings = {}
-    if any_size:  # despite their names, these limits are areas
+    if any_size:
+        # Areas in pixels, despite their names: from a single code to more than any picture has.
         settings["size"] = dict(shortest_edge=32**2, longest_edge=10**8)
     codes = []
     for image in images:
@@ -86,16 +87,17 @@ def encode_images(pipe, images, any_size=False):
 
 def build_edit_position_ids(before, source_grid, after, drawn_grid):
     """Positions (t, h, w) of a text of `before` tokens, the source's codes, a text of `after`
-    tokens, and the codes to draw; grids are (height, width) -> [3, L + T]:
-              text  1 x 2  text     2 x 2
-         t:   0  1  2  2   4  5  6  7  7  7  7
-         h:   0  1  2  2   4  5  6  7  7  8  8
-         w:   0  1  2  3   4  5  6  7  8  7  8
+    tokens, and the codes to draw -> [3, L + T]. Grids are (height, width). For 2, (1, 2), 3, (2, 2):
+              text   1 x 2   text      2 x 2
+         t:   0  1   2  2    4  5  6   7  7  7  7
+         h:   0  1   2  2    4  5  6   7  7  8  8
+         w:   0  1   2  3    4  5  6   7  8  7  8
     Each half is a text and a grid, as `grpo.build_position_ids` wants them. The second half begins
     max(height, width) after the start of the source's grid."""
     first = grpo.build_position_ids(torch.ones(1, before, dtype=torch.long), [source_grid])
     second = grpo.build_position_ids(torch.ones(1, after, dtype=torch.long), [drawn_grid])
-    return torch.cat([first, second + before + max(source_grid)], dim=2)[:, 0]
+    start = before + max(source_grid)  # of the second half
+    return torch.cat([first, start + second], dim=2).squeeze(1)  # a batch of one
 
 def repeat_codes(codes):
     """[N, h, w] -> [N, 2 * h, 2 * w]: the DiT wants each code as 2 x 2."""

@@ -46,13 +46,14 @@ class EditWrapper(grpo.GLMImageWrapper):
         return ids, position_ids.T
 
     def encode(self, prompts):
-        """As in grpo.py, but prompts are encoded one by one and padded here."""
+        """As in grpo.py, but prompts are encoded one by one, and padded here on the left."""
         ids, position_ids = zip(*[self.encode_prompt(prompt) for prompt in prompts])
         pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = pad(ids, padding_value=self.pipe.processor.tokenizer.pad_token_id)
-        # All have the same T, so this pads the prompts. [B, L + T, 3] -> [3, B, L + T]
-        position_ids = pad(position_ids, padding_value=-1).movedim(2, 0).to(grpo.DEVICE)
-        real = position_ids[0] >= 0  # padding is at -1
+        position_ids = pad(position_ids, padding_value=-1).to(grpo.DEVICE)  # [B, L + T, 3]
+        position_ids = position_ids.movedim(2, 0)
+        # From here on, the lines are those of grpo.py.
+        real = position_ids[0] >= 0
         visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
         bias = torch.where(visible, 0.0, -torch.inf).to(self.policy.dtype)
         length = real.shape[1]
@@ -60,8 +61,8 @@ class EditWrapper(grpo.GLMImageWrapper):
         return ids.to(grpo.DEVICE), position_ids, bias
 
     def forward(self, ids, position_ids, bias, cache=None):
-        """With a cache, these are the tokens of a sampler: prompts at first, which are long and are
-        read in pieces of 64 tokens, to save 5 GiB; then single tokens, a piece each."""
+        """Only `sample` passes a cache. Its first call has the prompts, which are long: the logits
+        of all their tokens would take 5 GiB, so it reads them in pieces of 64 tokens."""
         if cache is None:
             return super().forward(ids, position_ids, bias)
         for start in range(0, ids.shape[1], 64):
@@ -81,27 +82,29 @@ class EditWrapper(grpo.GLMImageWrapper):
         for prompt, seed, group in zip(prompts, seeds, groups, strict=True):
             instruction, path = prompt.split("\t")
             source, source_codes = self.load_source(path)  # kept since `sample`
-            h, w = source_codes.shape
-            source_grid = torch.tensor([[1, 2 * h, 2 * w]])  # (t, h, w)
-            source_codes = repeat_codes(source_codes[None]).flatten().to(grpo.DEVICE)
+            patches = repeat_codes(source_codes[None])  # [1, 2 * h, 2 * w]
+            grid = torch.tensor([patches.shape])  # (1, height, width)
+            patches = patches.flatten().to(grpo.DEVICE)
             for part in group.split(config.micro_batch_size):
                 B = len(part)
                 noise = [torch.Generator().manual_seed(~seed) for _ in part]  # all the same
+                # The lists have an item for each image. An image could have several sources.
                 images += self.pipe(
                     [instruction] * B, prior_token_ids=part, image=[[source]] * B,
-                    prior_token_image_ids=[source_codes] * B,
-                    source_image_grid_thw=[source_grid] * B,
+                    prior_token_image_ids=[patches] * B, source_image_grid_thw=[grid] * B,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
                     num_inference_steps=config.decode_steps, generator=noise).images
         return images
 
 def load_model(path, config):
-    wrapper = squares.load_model(EditWrapper, path, config)  # makes the default model at first
-    # Encode all prompts now, so that a source of a size that is refused does not end a run.
-    for prompt in load_prompts(config.prompts)[0]:
+    # The default model is made when it is first wanted. Any other is loaded as in grpo.py.
+    wrapper = squares.load_model(EditWrapper, path, config)
+    # `encode_images` refuses sizes that depend on the model. Find them now, not during training.
+    prompts, _ = load_prompts(config.prompts)
+    for prompt in prompts:
         wrapper.encode_prompt(prompt)  # its result is kept
     return wrapper
 
 if __name__ == "__main__":
-    squares.write_once()  # pictures, prompts, and a grpo.json that names them and the reward
+    squares.write_once()  # the default model's folder: prompts, and a grpo.json that names them
     grpo.main(None, load_model, load_prompts, load_rewards, model=str(squares.FOLDER))

@@ -1,11 +1,10 @@
 """Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures, each with a
-text beside it: fox.png, fox.txt. GRPO can go on from there:
+text beside it: fox.png, fox.txt. GRPO can go on from there, without a KL to the base model:
 
     python -m examples.sft my_pictures --out runs/mine
     python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
 
-The last flag is there because GRPO's KL is measured to the base model, and would undo the SFT. This
-program uses one GPU and takes grpo.py's flags, of which --prompts, --reward, --group-size,
+This program uses one GPU and takes grpo.py's flags, of which --prompts, --reward, --group-size,
 --num-iterations, --clip-range and --kl-coef have no effect."""
 import random, sys
 from pathlib import Path
@@ -20,8 +19,9 @@ def load_pictures(folder, size, seed):
     with grpo.input_errors(folder, OSError):
         files = sorted(Path(folder).iterdir())
     paths = [path for path in files if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")]
-    for path in files:
-        if path.suffix == ".txt" and path.stem not in [picture.stem for picture in paths]:
+    stems = [path.stem for path in paths]
+    for path in files:  # a text that is missing is found below
+        if path.suffix == ".txt" and path.stem not in stems:
             raise grpo.BadInput(f"{path}: there is no picture {path.stem}.png or .jpg beside it")
     if len(paths) < 2:  # one of them is held out
         raise grpo.BadInput(f"{folder}: needs two pictures or more, and has {len(paths)}")
@@ -37,7 +37,7 @@ def load_pictures(folder, size, seed):
 def encode_pictures(pipe, pictures):
     """-> codes [N, T], the draft's, then the large grid's. The draft is the same picture, resized,
     as in FlashAR (arXiv 2605.09430). GLM-Image's authors have not published how they train."""
-    # The processor knows how large the draft is. It does not depend on the text.
+    # The processor tells the size of the draft, for which any text will do.
     batch = pipe.processor(text=[""], target_h=pictures[0].height, target_w=pictures[0].width)
     _, h, w = batch.image_grid_thw[1].tolist()  # row 0 is the large grid's
     drafts = [picture.resize((32 * w, 32 * h)) for picture in pictures]
@@ -60,7 +60,8 @@ class SFTTrainer(grpo.GRPOTrainer):
         """Yields the loss of each micro-batch times its share, so that their sum is the mean."""
         for part in rows.split(self.config.micro_batch_size):
             texts = [self.prompts[row] for row in part.tolist()]
-            batch = grpo.Rollout(texts, None, self.codes[part], None, None)  # prompts and tokens
+            batch = grpo.Rollout(
+                prompts=texts, tokens=self.codes[part], images=None, logprobs=None, nuclei=None)
             logprobs, _ = self.wrapper.compute_logprobs(batch)  # [B, T]
             yield -logprobs.mean() * len(part) / len(rows)
 
@@ -69,9 +70,8 @@ class SFTTrainer(grpo.GRPOTrainer):
             self.save_samples(0)  # before training
         for step in range(len(self.history) + 1, self.config.steps + 1):
             indices, _ = grpo.choose_prompts(step, len(self.trained_rows), self.config)
-            rows = self.trained_rows[indices]
             total = 0.0
-            for loss in self.compute_losses(rows):
+            for loss in self.compute_losses(self.trained_rows[indices]):
                 loss.backward()
                 total += loss.item()
             grad_norm = self.update_weights()
@@ -79,17 +79,17 @@ class SFTTrainer(grpo.GRPOTrainer):
 
     @torch.no_grad()
     def save_samples(self, step):
-        """Called every --save-every steps, so the held-out loss is measured here."""
+        """`log` calls it every --save-every steps, so it also measures the held-out loss."""
         loss = sum(self.compute_losses(self.held_out_rows))
         print(f"after {step} steps: held-out loss {loss:.4g}", flush=True)
-        super().save_samples(step)  # of the first eight texts; those held out come first
+        super().save_samples(step)
 
 if __name__ == "__main__":
     try:
         if len(sys.argv) < 2 or sys.argv[1].startswith("-") or grpo.WORLD_SIZE > 1:
             raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
         folder, *flags = sys.argv[1:]
-        # The log-probs are of logits / temperature. GLM-Image's own, 0.9, is meant for sampling.
+        # Train the plain distribution: GLM-Image's own temperature, 0.9, is meant for sampling.
         config = grpo.parse_args(flags, temperature=1.0)
         texts, pictures = load_pictures(folder, (config.width, config.height), config.seed)
         grpo.check_before_loading(config, texts, targets=None, rewards={})
