@@ -87,7 +87,7 @@ def encode_images(pipe, images, any_size=False):
 
 def build_edit_position_ids(before, source_grid, after, drawn_grid):
     """Positions (t, h, w) of a text of `before` tokens, the source's codes, a text of `after`
-    tokens, and the codes to draw -> [3, L + T]. Grids are (height, width). For 2, (1, 2), 3, (2, 2):
+    tokens, and codes to draw -> [3, L + T]. Grids are (height, width). For 2, (1, 2), 3, (2, 2):
               text   1 x 2   text      2 x 2
          t:   0  1   2  2    4  5  6   7  7  7  7
          h:   0  1   2  2    4  5  6   7  7  8  8
