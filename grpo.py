@@ -531,6 +531,16 @@ def build_position_ids(attention_mask, grids):
         start = start + max(height, width)
     return torch.cat(parts, 2)
 
+def build_bias(position_ids, dtype):
+    """What is added to the scores of attention, [B, 1, L + T, L + T]: 0 if token i (row) may see
+    token j (column), else -inf. Its rows lie a multiple of 8 apart, or each layer would copy it."""
+    real = position_ids[0] >= 0  # padding is at -1
+    # Causal. Tokens see tokens; padding sees padding, as a softmax of -inf alone is NaN.
+    visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
+    bias = torch.where(visible, 0.0, -math.inf).to(dtype)
+    length = real.shape[1]
+    return nn.functional.pad(bias, (0, -length % 8))[..., :length]
+
 class GLMImageWrapper(PolicyWrapper):
     """A diffusers `GlmImagePipeline`. All linear layers of attention and MLP get LoRA."""
     lora_layers = r"model\.language_model\.layers\.\d+\.\w+\.([qkvo]|gate_up|down)_proj"
@@ -582,25 +592,16 @@ class GLMImageWrapper(PolicyWrapper):
             self.on_gpu = part
 
     def encode(self, prompts):
-        """-> ids [B, L], position_ids [3, B, L + T], bias [B, 1, L + T, L + T]. The bias is added
-        to the scores of attention: 0 if token i (row) may see token j (column), else -inf."""
+        """-> ids [B, L], position_ids [3, B, L + T], bias [B, 1, L + T, L + T]."""
         chats = [[{"role": "user", "content": [{"type": "text", "text": p}]}] for p in prompts]
         batch = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
                 target_h=self.config.height, target_w=self.config.width,
                 padding=True, padding_side="left")).to(DEVICE)
-        # image_grid_thw has rows (1, height, width): the large grid's, then that of the draft.
-        large = batch.image_grid_thw[0, 1:].tolist()
-        draft = batch.image_grid_thw[1, 1:].tolist()
+        # image_grid_thw has rows (1, height, width): each prompt's large grid, then its draft.
+        large, draft = batch.image_grid_thw[:2, 1:].tolist()
         position_ids = build_position_ids(batch.attention_mask, [draft, large])
-        real = position_ids[0] >= 0  # [B, L + T]: padding is at -1
-        # Causal. Tokens see tokens; padding sees padding, as a softmax of -inf alone is NaN.
-        visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
-        bias = torch.where(visible, 0.0, -math.inf).to(self.policy.dtype)
-        # Attention needs rows that lie a multiple of 8 apart, or each layer copies them.
-        length = real.shape[1]
-        bias = nn.functional.pad(bias, (0, -length % 8))[..., :length]
-        return batch.input_ids, position_ids, bias
+        return batch.input_ids, position_ids, build_bias(position_ids, self.policy.dtype)
 
     def forward(self, ids, position_ids, bias, cache=None):
         """ids [B, n] -> logits / temperature [B, n, V]. `self.policy` would ignore position_ids."""
@@ -634,8 +635,7 @@ class GLMImageWrapper(PolicyWrapper):
             logprobs = all_logprobs.gather(1, ids)
             columns.append((ids.cpu(), logprobs.cpu(), nucleus[:, None].cpu()))
             place = slice(L + i, L + i + 1)
-        tokens, logprobs, nuclei = zip(*columns)
-        return torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(nuclei, 1)
+        return [torch.cat(column, 1) for column in zip(*columns)]
 
     def compute_logprobs(self, rollout):
         """Teacher forcing: one pass -> log-probs with a gradient, entropies without, [B, T]."""

@@ -14,9 +14,10 @@ from PIL import Image
 import grpo
 
 def load_prompts(path):
-    """Reads lines `instruction<TAB>source.png` -> prompts and sources, PIL images. In the file a
-    path is relative to the file's folder. A prompt is `instruction<TAB>path`, where the path is
-    relative to the working directory; it stays there because a wrapper only gets prompts."""
+    """Reads lines `instruction<TAB>source.png` -> prompts and sources, PIL images. A prompt keeps
+    the path of its source, as a wrapper is given prompts only. In the file this path is relative to
+    the file's folder, in a prompt to the working directory.
+    What depends on the model is checked later, by `encode_images`."""
     if path is None:
         raise grpo.BadInput("--prompts: needs a file of lines `instruction<TAB>source.png`")
     with grpo.input_errors(f"--prompts {path}"):
@@ -56,8 +57,8 @@ def call_with_instructions(function, images, prompts, targets):
 @torch.no_grad()
 def encode_images(pipe, images, any_size=False):
     """PIL images whose sides are multiples of 32 -> a tensor of codes [h, w] for each, on the CPU.
-    They are the codes that the stock pipeline makes of a picture to edit. Its image processor would
-    resize a picture that is small or large, so BadInput is raised. `any_size` lifts its limits."""
+    They are the codes that the stock pipeline makes of a picture to edit. Pictures that its image
+    processor would resize, being too small or too large, are BadInput; with `any_size` none is."""
     # GLMImageWrapper leaves the vision tower and the codebook on the CPU. They visit the GPU for
     # this call only, as the two halves of the model need the room.
     model = pipe.vision_language_encoder.model
@@ -70,7 +71,7 @@ def encode_images(pipe, images, any_size=False):
         settings["size"] = dict(shortest_edge=32**2, longest_edge=10**8)
     codes = []
     for image in images:
-        with grpo.input_errors("a picture", ValueError):  # too small or too elongated
+        with grpo.input_errors("a picture", ValueError):  # under 16 pixels or elongated
             inputs = pipe.processor.image_processor(
                 [image.convert("RGB")], return_tensors="pt", **settings)
         _, h, w = inputs.image_grid_thw[0].tolist()  # in codes
@@ -85,18 +86,18 @@ def encode_images(pipe, images, any_size=False):
     tower.to(home)
     return codes
 
-def build_edit_position_ids(before, source_grid, after, drawn_grid):
-    """Positions (t, h, w) of a text of `before` tokens, the source's codes, a text of `after`
-    tokens, and codes to draw -> [3, L + T]. Grids are (height, width). For 2, (1, 2), 3, (2, 2):
+def build_edit_position_ids(num_before, source_grid, num_after, drawn_grid):
+    """Positions (t, h, w) of the text before the source, the source's codes, the text after it, and
+    the codes to draw -> [3, L + T]. Grids are (height, width). With 2 tokens, 1 x 2, 3 and 2 x 2:
               text   1 x 2   text      2 x 2
          t:   0  1   2  2    4  5  6   7  7  7  7
          h:   0  1   2  2    4  5  6   7  7  8  8
          w:   0  1   2  3    4  5  6   7  8  7  8
     Each half is a text and a grid, as `grpo.build_position_ids` wants them. The second half begins
     max(height, width) after the start of the source's grid."""
-    first = grpo.build_position_ids(torch.ones(1, before, dtype=torch.long), [source_grid])
-    second = grpo.build_position_ids(torch.ones(1, after, dtype=torch.long), [drawn_grid])
-    start = before + max(source_grid)  # of the second half
+    first = grpo.build_position_ids(torch.ones(1, num_before, dtype=torch.long), [source_grid])
+    second = grpo.build_position_ids(torch.ones(1, num_after, dtype=torch.long), [drawn_grid])
+    start = num_before + max(source_grid)  # of the second half
     return torch.cat([first, start + second], dim=2).squeeze(1)  # a batch of one
 
 def repeat_codes(codes):

@@ -27,7 +27,7 @@ class EditWrapper(grpo.GLMImageWrapper):
 
     @functools.cache
     def encode_prompt(self, prompt):
-        """-> ids [L], position_ids [L + T, 3], length first so that `encode` can pad them."""
+        """-> ids [L], position_ids [3, L + T]"""
         instruction, path = prompt.split("\t")
         source, codes = self.load_source(path)
         content = [dict(type="image", image=source), dict(type="text", text=instruction)]
@@ -42,34 +42,30 @@ class EditWrapper(grpo.GLMImageWrapper):
         before = places.nonzero()[0].item()  # tokens before the source's codes
         after = len(ids) - before - codes.numel()
         drawn_grid = batch.image_grid_thw[1, 1:].tolist()  # row 0 is the source's
-        position_ids = build_edit_position_ids(before, codes.shape, after, drawn_grid)
-        return ids, position_ids.T
+        return ids, build_edit_position_ids(before, codes.shape, after, drawn_grid)
 
     def encode(self, prompts):
         """As in grpo.py, but prompts are encoded one by one, and padded here on the left."""
         ids, position_ids = zip(*[self.encode_prompt(prompt) for prompt in prompts])
         pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = pad(ids, padding_value=self.pipe.processor.tokenizer.pad_token_id)
-        position_ids = pad(position_ids, padding_value=-1).to(grpo.DEVICE)  # [B, L + T, 3]
-        position_ids = position_ids.movedim(2, 0)
-        # From here on, the lines are those of grpo.py.
-        real = position_ids[0] >= 0
-        visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
-        bias = torch.where(visible, 0.0, -torch.inf).to(self.policy.dtype)
-        length = real.shape[1]
-        bias = torch.nn.functional.pad(bias, (0, -length % 8))[..., :length]
+        # `pad_sequence` wants the length first.
+        position_ids = pad([positions.T for positions in position_ids], padding_value=-1)
+        position_ids = position_ids.movedim(2, 0).to(grpo.DEVICE)  # [3, B, L + T]
+        bias = grpo.build_bias(position_ids, self.policy.dtype)
         return ids.to(grpo.DEVICE), position_ids, bias
 
     def forward(self, ids, position_ids, bias, cache=None):
-        """Only `sample` passes a cache. Its first call has the prompts, which are long: the logits
-        of all their tokens would take 5 GiB, so it reads them in pieces of 64 tokens."""
+        """Only `sample` passes a cache, and it reads the last token's logits alone. First it passes
+        whole prompts, which are long: all their logits would take 5 GiB. So they are read in pieces
+        of 64 tokens. From then on it passes single tokens."""
         if cache is None:
             return super().forward(ids, position_ids, bias)
         for start in range(0, ids.shape[1], 64):
             piece = slice(start, start + 64)
             logits = super().forward(
                 ids[:, piece], position_ids[..., piece], bias[:, :, piece], cache)
-        return logits  # of the last piece
+        return logits  # those of the last piece are enough
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
@@ -82,29 +78,29 @@ class EditWrapper(grpo.GLMImageWrapper):
         for prompt, seed, group in zip(prompts, seeds, groups, strict=True):
             instruction, path = prompt.split("\t")
             source, source_codes = self.load_source(path)  # kept since `sample`
-            patches = repeat_codes(source_codes[None])  # [1, 2 * h, 2 * w]
-            grid = torch.tensor([patches.shape])  # (1, height, width)
-            patches = patches.flatten().to(grpo.DEVICE)
+            h, w = source_codes.shape
+            grid = torch.tensor([[1, 2 * h, 2 * w]])
+            repeated = repeat_codes(source_codes[None]).flatten().to(grpo.DEVICE)
             for part in group.split(config.micro_batch_size):
                 B = len(part)
                 noise = [torch.Generator().manual_seed(~seed) for _ in part]  # all the same
-                # The lists have an item for each image. An image could have several sources.
+                # For each image: a list of its sources, their codes in one row, and their grids.
                 images += self.pipe(
                     [instruction] * B, prior_token_ids=part, image=[[source]] * B,
-                    prior_token_image_ids=[patches] * B, source_image_grid_thw=[grid] * B,
+                    prior_token_image_ids=[repeated] * B, source_image_grid_thw=[grid] * B,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
                     num_inference_steps=config.decode_steps, generator=noise).images
         return images
 
 def load_model(path, config):
-    # The default model is made when it is first wanted. Any other is loaded as in grpo.py.
+    # If `path` is that of the default model and it is not there yet, squares.py makes it.
     wrapper = squares.load_model(EditWrapper, path, config)
-    # `encode_images` refuses sizes that depend on the model. Find them now, not during training.
+    # Which sizes of sources are refused depends on the model as well: find out before training.
     prompts, _ = load_prompts(config.prompts)
     for prompt in prompts:
         wrapper.encode_prompt(prompt)  # its result is kept
     return wrapper
 
 if __name__ == "__main__":
-    squares.write_once()  # the default model's folder: prompts, and a grpo.json that names them
+    squares.write_once()  # the default model's prompts, and a grpo.json that names them
     grpo.main(None, load_model, load_prompts, load_rewards, model=str(squares.FOLDER))

@@ -1,5 +1,5 @@
 """Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures, each with a
-text beside it: fox.png, fox.txt. GRPO can go on from there, without a KL to the base model:
+text beside it: fox.png, fox.txt. GRPO can go on from there, without the KL, which would undo it:
 
     python -m examples.sft my_pictures --out runs/mine
     python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
@@ -20,7 +20,7 @@ def load_pictures(folder, size, seed):
         files = sorted(Path(folder).iterdir())
     paths = [path for path in files if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")]
     stems = [path.stem for path in paths]
-    for path in files:  # a text that is missing is found below
+    for path in files:  # texts without a picture; a picture without a text cannot be read below
         if path.suffix == ".txt" and path.stem not in stems:
             raise grpo.BadInput(f"{path}: there is no picture {path.stem}.png or .jpg beside it")
     if len(paths) < 2:  # one of them is held out
@@ -41,7 +41,7 @@ def encode_pictures(pipe, pictures):
     batch = pipe.processor(text=[""], target_h=pictures[0].height, target_w=pictures[0].width)
     _, h, w = batch.image_grid_thw[1].tolist()  # row 0 is the large grid's
     drafts = [picture.resize((32 * w, 32 * h)) for picture in pictures]
-    # The image processor would resize small pictures, and so change the number of their codes.
+    # The image processor would resize small or large pictures, and change the number of codes.
     small = torch.stack(encode_images(pipe, drafts, any_size=True))
     large = torch.stack(encode_images(pipe, pictures, any_size=True))
     return torch.cat([small.flatten(1), large.flatten(1)], dim=1)
@@ -69,9 +69,9 @@ class SFTTrainer(grpo.GRPOTrainer):
         if not self.history:
             self.save_samples(0)  # before training
         for step in range(len(self.history) + 1, self.config.steps + 1):
-            indices, _ = grpo.choose_prompts(step, len(self.trained_rows), self.config)
+            places, _ = grpo.choose_prompts(step, len(self.trained_rows), self.config)
             total = 0.0
-            for loss in self.compute_losses(self.trained_rows[indices]):
+            for loss in self.compute_losses(self.trained_rows[places]):
                 loss.backward()
                 total += loss.item()
             grad_norm = self.update_weights()
