@@ -235,7 +235,7 @@ def test_the_arithmetic_of_speed():
         assert sum(int(row[column]) for row in parts) == int(step[column])
         assert round(100 * int(step[column]) / 3600) == int(hours[column])
     assert f"take {step[1]} seconds on an H100 at 512 x 512, and {step[2]} at 1024 x 1024" in flat(README)
-    assert f"so 100 steps take {hours[1]} or {hours[2]} hours" in flat(README)
+    assert f"so 100 steps would take {hours[1]} and {hours[2]} hours" in flat(README)
     changes = table(FIGURES, "| change | at 512 |")
     for (steps, passes, scale), row in zip([(20, 2, 1), (10, 2, 1), (20, 1, 1), (10, 1, 1), (20, 2, 9 / 16), (20, 2, 1)],
                                            changes, strict=True):

@@ -314,7 +314,7 @@ def test_the_page_is_short_and_its_arithmetic_holds():
     for T, prompt, tower, step in ((512, 49, 3, 0.6), (1280, 49, 8, 1.4)):
         passes = 8 * 3 * 2 * 9e9 * (T + prompt) / 400e12  # forward, again, backward
         assert round(passes, 1) == step and round(1e3 * 2 * 1.2e9 * T / 400e12) == tower
-    assert "takes 3 ms at 512 and 8 ms at 1024, and a step of 8 pictures takes 0.6 or 1.4 seconds" in re.sub(r"\s+", " ", PAGE)
+    assert "takes 3 ms at 512 and 8 ms at 1024, and a step of 8 pictures takes 0.6 and 1.4 seconds respectively" in re.sub(r"\s+", " ", PAGE)
 
 def test_the_memory_of_the_page():
     """Counted anew, 512 with SLOW=1: where it does not fit a card of 24 GB, the page must not say so."""
