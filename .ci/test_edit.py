@@ -199,7 +199,7 @@ def test_pictures_that_have_no_codes(wrapper, size):
 def test_squares(tmp_path, monkeypatch):
     """Held-out pictures or pairs of colours that are also trained, or a reward that is 1 for a copy."""
     monkeypatch.chdir(tmp_path)
-    squares.write_once()
+    squares.write_prompts_once()
     used = {name: codes.load_prompts(squares.FOLDER / f"{name}.txt")[0] for name in ("prompts", "held_out", "new_pairs")}
     assert [len(set(prompts)) for prompts in used.values()] == [600, 48, 48]
     texts, sources = ({name: {prompt.split("\t")[column] for prompt in prompts} for name, prompts in used.items()}
@@ -221,7 +221,7 @@ def root(tmp_path, monkeypatch):
 
 def test_it_learns_a_little(root, monkeypatch):
     """The page's first command on 16 prompts, with fewer steps; a wrong advantage or source would teach nothing."""
-    squares.write_once()
+    squares.write_prompts_once()
     prompts = squares.FOLDER / "prompts.txt"
     prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:16]))
     fit = make_tiny.fit_policy

@@ -1,5 +1,5 @@
-"""Helpers of edit.py and sft.py. They read a file of prompts in which each line names a picture to
-edit, its source; turn pictures into GLM-Image's codes; and find the positions of an edit's tokens.
+"""Helpers of edit.py and sft.py. `encode_images` turns pictures into GLM-Image's codes; the others
+are for edits. The picture that a prompt edits is called its source.
 
     from examples.codes import encode_images
     pipe = diffusers.GlmImagePipeline.from_pretrained(..)
@@ -15,9 +15,9 @@ import grpo
 
 def load_prompts(path):
     """Reads lines `instruction<TAB>source.png` -> prompts and sources, PIL images. A prompt keeps
-    the path of its source, as a wrapper is given prompts only. In the file this path is relative to
-    the file's folder, in a prompt to the working directory.
-    What depends on the model is checked later, by `encode_images`."""
+    the path of its source, as a wrapper is given prompts only: the line `make it red<TAB>fox.png`
+    of data/edits.txt gives the prompt `make it red<TAB>data/fox.png`. Whether the model would
+    resize a source is checked later, by `encode_images`."""
     if path is None:
         raise grpo.BadInput("--prompts: needs a file of lines `instruction<TAB>source.png`")
     with grpo.input_errors(f"--prompts {path}"):
@@ -44,7 +44,7 @@ def load_prompts(path):
     return prompts, sources
 
 def load_rewards(text):
-    """The rewards of grpo.py, which get the instructions alone: prompts have a path as well."""
+    """The rewards of grpo.py, but each is called with a prompt's instruction, without the path."""
     rewards = {}
     for name, (function, weight) in grpo.load_rewards(text).items():
         rewards[name] = functools.partial(call_with_instructions, function), weight
@@ -57,8 +57,8 @@ def call_with_instructions(function, images, prompts, targets):
 @torch.no_grad()
 def encode_images(pipe, images, any_size=False):
     """PIL images whose sides are multiples of 32 -> a tensor of codes [h, w] for each, on the CPU.
-    They are the codes that the stock pipeline makes of a picture to edit. Pictures that its image
-    processor would resize, being too small or too large, are BadInput; with `any_size` none is."""
+    They are the codes that the stock pipeline makes of a picture to edit. Raises BadInput if its
+    image processor would resize a picture. With `any_size` it resizes none."""
     # GLMImageWrapper leaves the vision tower and the codebook on the CPU. They visit the GPU for
     # this call only, as the two halves of the model need the room.
     model = pipe.vision_language_encoder.model
@@ -67,11 +67,12 @@ def encode_images(pipe, images, any_size=False):
     tower.to(grpo.DEVICE)
     settings = {}
     if any_size:
-        # Areas in pixels, despite their names: from a single code to more than any picture has.
+        # Despite their names, these are the smallest and the largest area, in pixels.
         settings["size"] = dict(shortest_edge=32**2, longest_edge=10**8)
     codes = []
     for image in images:
-        with grpo.input_errors("a picture", ValueError):  # under 16 pixels or elongated
+        # The processor raises ValueError if a side is under 16 pixels or over 4 times the other.
+        with grpo.input_errors("a picture", ValueError):
             inputs = pipe.processor.image_processor(
                 [image.convert("RGB")], return_tensors="pt", **settings)
         _, h, w = inputs.image_grid_thw[0].tolist()  # in codes
@@ -88,7 +89,7 @@ def encode_images(pipe, images, any_size=False):
 
 def build_edit_position_ids(num_before, source_grid, num_after, drawn_grid):
     """Positions (t, h, w) of the text before the source, the source's codes, the text after it, and
-    the codes to draw -> [3, L + T]. Grids are (height, width). With 2 tokens, 1 x 2, 3 and 2 x 2:
+    the codes to draw -> [3, L + T]. Grids are (height, width). With 2, (1, 2), 3, (2, 2):
               text   1 x 2   text      2 x 2
          t:   0  1   2  2    4  5  6   7  7  7  7
          h:   0  1   2  2    4  5  6   7  7  8  8

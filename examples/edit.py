@@ -41,7 +41,8 @@ class EditWrapper(grpo.GLMImageWrapper):
         ids[places] = codes.flatten()  # the processor left a placeholder for each code
         before = places.nonzero()[0].item()  # tokens before the source's codes
         after = len(ids) - before - codes.numel()
-        drawn_grid = batch.image_grid_thw[1, 1:].tolist()  # row 0 is the source's
+        # With a source there are two rows: the source's, then the drawn grid's. There is no draft.
+        drawn_grid = batch.image_grid_thw[1, 1:].tolist()
         return ids, build_edit_position_ids(before, codes.shape, after, drawn_grid)
 
     def encode(self, prompts):
@@ -49,16 +50,15 @@ class EditWrapper(grpo.GLMImageWrapper):
         ids, position_ids = zip(*[self.encode_prompt(prompt) for prompt in prompts])
         pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = pad(ids, padding_value=self.pipe.processor.tokenizer.pad_token_id)
-        # `pad_sequence` wants the length first.
+        # `pad_sequence` wants the length first, [L + T, 3]. All have the same T.
         position_ids = pad([positions.T for positions in position_ids], padding_value=-1)
         position_ids = position_ids.movedim(2, 0).to(grpo.DEVICE)  # [3, B, L + T]
         bias = grpo.build_bias(position_ids, self.policy.dtype)
         return ids.to(grpo.DEVICE), position_ids, bias
 
     def forward(self, ids, position_ids, bias, cache=None):
-        """Only `sample` passes a cache, and it reads the last token's logits alone. First it passes
-        whole prompts, which are long: all their logits would take 5 GiB. So they are read in pieces
-        of 64 tokens. From then on it passes single tokens."""
+        """With a cache, `sample` is the caller, and needs the last token's logits only. All logits
+        of whole prompts would take 5 GiB, so prompts go into the cache 64 tokens at a time."""
         if cache is None:
             return super().forward(ids, position_ids, bias)
         for start in range(0, ids.shape[1], 64):
@@ -79,7 +79,7 @@ class EditWrapper(grpo.GLMImageWrapper):
             instruction, path = prompt.split("\t")
             source, source_codes = self.load_source(path)  # kept since `sample`
             h, w = source_codes.shape
-            grid = torch.tensor([[1, 2 * h, 2 * w]])
+            grid = torch.tensor([[1, 2 * h, 2 * w]])  # (t, height, width) of the repeated codes
             repeated = repeat_codes(source_codes[None]).flatten().to(grpo.DEVICE)
             for part in group.split(config.micro_batch_size):
                 B = len(part)
@@ -95,12 +95,12 @@ class EditWrapper(grpo.GLMImageWrapper):
 def load_model(path, config):
     # If `path` is that of the default model and it is not there yet, squares.py makes it.
     wrapper = squares.load_model(EditWrapper, path, config)
-    # Which sizes of sources are refused depends on the model as well: find out before training.
+    # Encode all prompts now: a source whose size this model refuses then fails before training.
     prompts, _ = load_prompts(config.prompts)
     for prompt in prompts:
         wrapper.encode_prompt(prompt)  # its result is kept
     return wrapper
 
 if __name__ == "__main__":
-    squares.write_once()  # the default model's prompts, and a grpo.json that names them
+    squares.write_prompts_once()  # the default model's prompts, and a grpo.json that names them
     grpo.main(None, load_model, load_prompts, load_rewards, model=str(squares.FOLDER))

@@ -15,12 +15,12 @@ from examples.codes import encode_images
 
 
 def load_pictures(folder, size, seed):
-    """-> texts and pictures in random order. These are cropped around the centre and resized."""
+    """-> texts and their pictures, cropped around the centre and resized. Pairs are shuffled."""
     with grpo.input_errors(folder, OSError):
         files = sorted(Path(folder).iterdir())
     paths = [path for path in files if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")]
     stems = [path.stem for path in paths]
-    for path in files:  # texts without a picture; a picture without a text cannot be read below
+    for path in files:  # a picture without a text is found below, when the text is read
         if path.suffix == ".txt" and path.stem not in stems:
             raise grpo.BadInput(f"{path}: there is no picture {path.stem}.png or .jpg beside it")
     if len(paths) < 2:  # one of them is held out
@@ -37,7 +37,7 @@ def load_pictures(folder, size, seed):
 def encode_pictures(pipe, pictures):
     """-> codes [N, T], the draft's, then the large grid's. The draft is the same picture, resized,
     as in FlashAR (arXiv 2605.09430). GLM-Image's authors have not published how they train."""
-    # The processor tells the size of the draft, for which any text will do.
+    # Ask the processor for the size of the draft, in codes. It does not depend on the text.
     batch = pipe.processor(text=[""], target_h=pictures[0].height, target_w=pictures[0].width)
     _, h, w = batch.image_grid_thw[1].tolist()  # row 0 is the large grid's
     drafts = [picture.resize((32 * w, 32 * h)) for picture in pictures]
@@ -89,7 +89,7 @@ if __name__ == "__main__":
         if len(sys.argv) < 2 or sys.argv[1].startswith("-") or grpo.WORLD_SIZE > 1:
             raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
         folder, *flags = sys.argv[1:]
-        # Train the plain distribution: GLM-Image's own temperature, 0.9, is meant for sampling.
+        # The loss is of undivided logits. Sampling later uses GLM-Image's own temperature, 0.9.
         config = grpo.parse_args(flags, temperature=1.0)
         texts, pictures = load_pictures(folder, (config.width, config.height), config.seed)
         grpo.check_before_loading(config, texts, targets=None, rewards={})

@@ -51,7 +51,7 @@ def right(images, prompts, targets):
     return [(look(image) == edit(look(source), prompt)).float().mean()
             for image, prompt, source in zip(images, prompts, targets)]
 
-def write_once():
+def write_prompts_once():
     """Pictures, and three files of prompts. Those of held_out.txt have pictures that no prompt of
     prompts.txt has. Those of new_pairs.txt have new pictures and new pairs of colours."""
     if FOLDER.exists():
