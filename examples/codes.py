@@ -89,7 +89,7 @@ def encode_images(pipe, images, any_size=False):
 
 def build_edit_position_ids(num_before, source_grid, num_after, drawn_grid):
     """Positions (t, h, w) of the text before the source, the source's codes, the text after it, and
-    the codes to draw -> [3, L + T]. Grids are (height, width). With 2, (1, 2), 3, (2, 2):
+    the codes to draw -> [3, L + T]. Grids are (height, width). For 2, (1, 2), 3 and (2, 2):
               text   1 x 2   text      2 x 2
          t:   0  1   2  2    4  5  6   7  7  7  7
          h:   0  1   2  2    4  5  6   7  7  8  8

@@ -79,12 +79,12 @@ class EditWrapper(grpo.GLMImageWrapper):
             instruction, path = prompt.split("\t")
             source, source_codes = self.load_source(path)  # kept since `sample`
             h, w = source_codes.shape
-            grid = torch.tensor([[1, 2 * h, 2 * w]])  # (t, height, width) of the repeated codes
+            grid = torch.tensor([[1, 2 * h, 2 * w]])  # (1, height, width), of repeated codes
             repeated = repeat_codes(source_codes[None]).flatten().to(grpo.DEVICE)
             for part in group.split(config.micro_batch_size):
                 B = len(part)
                 noise = [torch.Generator().manual_seed(~seed) for _ in part]  # all the same
-                # For each image: a list of its sources, their codes in one row, and their grids.
+                # For each image: a list of its sources, all their codes in one row, a grid for each.
                 images += self.pipe(
                     [instruction] * B, prior_token_ids=part, image=[[source]] * B,
                     prior_token_image_ids=[repeated] * B, source_image_grid_thw=[grid] * B,
@@ -95,7 +95,8 @@ class EditWrapper(grpo.GLMImageWrapper):
 def load_model(path, config):
     # If `path` is that of the default model and it is not there yet, squares.py makes it.
     wrapper = squares.load_model(EditWrapper, path, config)
-    # Encode all prompts now: a source whose size this model refuses then fails before training.
+    # `main` keeps the prompts to itself, so they are read again and encoded: a source whose size
+    # this model refuses then fails before training.
     prompts, _ = load_prompts(config.prompts)
     for prompt in prompts:
         wrapper.encode_prompt(prompt)  # its result is kept
@@ -103,4 +104,5 @@ def load_model(path, config):
 
 if __name__ == "__main__":
     squares.write_prompts_once()  # the default model's prompts, and a grpo.json that names them
-    grpo.main(None, load_model, load_prompts, load_rewards, model=str(squares.FOLDER))
+    grpo.main(load_model=load_model, load_prompts=load_prompts, load_rewards=load_rewards,
+              model=str(squares.FOLDER))
