@@ -18,7 +18,8 @@ from examples.codes import (
 
 class EditWrapper(grpo.GLMImageWrapper):
     """Four things differ from text to image. The policy reads the source's codes before the
-    instruction; they have the positions of a grid; no draft is drawn; the DiT sees the source."""
+    instruction. These codes have the positions of a grid. No draft is drawn. The DiT sees the
+    source."""
     @functools.cache  # each source is encoded once
     def load_source(self, path):
         """-> PIL image, codes [h, w]"""
@@ -84,7 +85,7 @@ class EditWrapper(grpo.GLMImageWrapper):
             for part in group.split(config.micro_batch_size):
                 B = len(part)
                 noise = [torch.Generator().manual_seed(~seed) for _ in part]  # all the same
-                # For each image: a list of its sources, all their codes in one row, a grid for each.
+                # For each image: a list of its sources, all their codes in a row, and their grids.
                 images += self.pipe(
                     [instruction] * B, prior_token_ids=part, image=[[source]] * B,
                     prior_token_image_ids=[repeated] * B, source_image_grid_thw=[grid] * B,
