@@ -628,8 +628,7 @@ class GLMImageWrapper(PolicyWrapper):
         columns = []
         for i in self.pipe.progress_bar(range(T)):
             logits = self.forward(ids, position_ids[..., place], bias[:, :, place], cache)
-            kept = self.top_p_filter(input_ids=None, scores=logits[:, -1])
-            nucleus = kept.isfinite()  # [N, V]: all others are -inf
+            nucleus = self.top_p_filter(None, logits[:, -1]).isfinite()  # others are -inf
             all_logprobs = compute_policy_logprobs(logits[:, -1], nucleus)
             ids = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
             logprobs = all_logprobs.gather(1, ids)
@@ -651,9 +650,10 @@ class GLMImageWrapper(PolicyWrapper):
         return all_logprobs.gather(2, tokens[:, :, None]).squeeze(2), entropy
 
     @torch.no_grad()
-    def decode(self, prompts, tokens, seeds):
+    def decode(self, prompts, tokens, seeds, **inputs):
         """Step 2. P prompts and seeds, tokens [N, T] -> N images. A group shares its noise
-        (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck."""
+        (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck. Other
+        inputs, such as a picture to edit, are the pipeline's."""
         self.move_to_gpu(self.dit)
         config = self.config
         h = config.height // 32
@@ -669,7 +669,7 @@ class GLMImageWrapper(PolicyWrapper):
                 images += self.pipe(  # given codes, it skips its AR half
                     [prompt] * len(part), prior_token_ids=part, generator=noise,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
-                    num_inference_steps=config.decode_steps).images
+                    num_inference_steps=config.decode_steps, **inputs).images
         return images
 
     def generate_with_tracking(self, prompts, group_size, seeds):

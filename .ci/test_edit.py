@@ -71,7 +71,7 @@ def test_codes_are_the_stock_pipelines(wrapper, tmp_path):
     ours = codes.encode_images(wrapper.pipe, images)
     for picture, want, grid in zip(ours, wanted, grids):
         assert picture.shape == (2, 4) and len(picture.unique()) > 1
-        assert codes.repeat_codes(picture[None]).flatten().equal(want)
+        assert picture.repeat_interleave(2, 0).repeat_interleave(2, 1).flatten().equal(want)
         assert grid.tolist() == [[1, 4, 8]]
 
 def test_tower_comes_and_leaves(wrapper, tmp_path, monkeypatch):
@@ -181,25 +181,25 @@ def test_bad_input(line, message, tmp_path, capsys):
         error = capsys.readouterr().err
         assert stop.value.code == 2 and text in error and error.count("\n") == 1
 
-def test_sources_without_codes_are_found_before_training(wrapper, tmp_path, monkeypatch):
-    """Found when its turn comes, the last source would stop a run after hours."""
-    monkeypatch.setattr(squares, "load_model", lambda *_: wrapper)
-    prompts = make_prompts(tmp_path, *[(64, 64)] * 9, (2080, 2080))
-    Path(tmp_path, "edits.txt").write_text("\n".join(prompts).replace(f"{tmp_path}/", ""))
-    wrapper.config.prompts = f"{tmp_path}/edits.txt"
-    with pytest.raises(grpo.BadInput, match="seen as one of 2048 x 2048"):
-        edit.load_model(None, wrapper.config)
+@pytest.mark.parametrize("size, seen", [((256, 128), (128, 64)), ((32, 32), (64, 64))])
+def test_the_painter_sees_what_the_policy_sees(wrapper, tmp_path, size, seen):
+    """The image processor resizes very large and small pictures: as they were, they had more pixels than codes."""
+    prompt, = make_prompts(tmp_path, size)
+    limits = dict(shortest_edge=64**2, longest_edge=128**2)
+    with mock.patch.object(wrapper.pipe.processor.image_processor, "size", limits):
+        rollout = wrapper.generate_with_tracking([prompt], 2, [0])
+        source, picture = wrapper.load_source(prompt.split("\t")[1])
+    assert source.size == seen and picture.shape == (seen[1] // 32, seen[0] // 32)
+    assert wrapper.compute_logprobs(rollout)[0].shape == (2, 15) and rollout.images[0].size == (WIDTH, HEIGHT)
 
-@pytest.mark.parametrize("size", [(512, 64), (16, 16), (100, 64)])
-def test_pictures_that_have_no_codes(wrapper, size):
-    """The image processor would stretch them: the painter got codes of another picture."""
-    with pytest.raises(grpo.BadInput, match="a picture"):
-        codes.encode_images(wrapper.pipe, [Image.new("RGB", size)])
+def test_a_picture_that_the_processor_refuses(wrapper):
+    with pytest.raises(grpo.BadInput, match="a picture: absolute aspect ratio"):
+        codes.encode_images(wrapper.pipe, [Image.new("RGB", (512, 64))])
 
 def test_squares(tmp_path, monkeypatch):
     """Held-out pictures or pairs of colours that are also trained, or a reward that is 1 for a copy."""
     monkeypatch.chdir(tmp_path)
-    squares.write_prompts_once()
+    squares.write_prompts()
     used = {name: codes.load_prompts(squares.FOLDER / f"{name}.txt")[0] for name in ("prompts", "held_out", "new_pairs")}
     assert [len(set(prompts)) for prompts in used.values()] == [600, 48, 48]
     texts, sources = ({name: {prompt.split("\t")[column] for prompt in prompts} for name, prompts in used.items()}
@@ -220,13 +220,14 @@ def root(tmp_path, monkeypatch):
     return tmp_path
 
 def test_it_learns_a_little(root, monkeypatch):
-    """The page's first command on 16 prompts, with fewer steps; a wrong advantage or source would teach nothing."""
-    squares.write_prompts_once()
+    """The page's commands on 16 prompts, with fewer steps; a wrong advantage or source would teach nothing."""
+    squares.write_prompts()
     prompts = squares.FOLDER / "prompts.txt"
     prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:16]))
     fit = make_tiny.fit_policy
     monkeypatch.setattr(make_tiny, "fit_policy", lambda wrapper, draw, chance, steps, lr: fit(wrapper, draw, chance, steps // 10, lr))
-    monkeypatch.setattr(sys, "argv", "edit.py --steps 16 --group-size 4 --lr 2e-3 --save-every 16 --out runs/edit".split())
+    squares.make_model()
+    monkeypatch.setattr(sys, "argv", "edit.py --model runs/squares --steps 16 --group-size 4 --lr 2e-3 --save-every 16 --out runs/edit".split())
     runpy.run_module("examples.edit", run_name="__main__")
     rewards = [json.loads(line)["reward"] for line in (root / "runs/edit/metrics.jsonl").read_text().splitlines()]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
@@ -234,7 +235,7 @@ def test_it_learns_a_little(root, monkeypatch):
 @pytest.mark.skipif("SLOW" not in os.environ, reason="takes three minutes: SLOW=1 runs it")
 def test_it_learns(root):
     """By the page's own commands, with half of the steps."""
-    block, = re.findall(r"^```bash\n(python -m examples.edit --out .*?)```", PAGE, re.DOTALL | re.MULTILINE)
+    block, = re.findall(r"^```bash\n(python -m examples.squares.*?)```", PAGE, re.DOTALL | re.MULTILINE)
     commands = block.replace("--out", "--steps 30 --out").replace("python ", f"{sys.executable} ")
     output = subprocess.run(f"set -e\n{commands}", shell=True, check=True, capture_output=True, text=True,
                             env=os.environ | dict(OMP_NUM_THREADS="1")).stdout

@@ -16,8 +16,7 @@ import grpo
 def load_prompts(path):
     """Reads lines `instruction<TAB>source.png` -> prompts and sources, PIL images. A prompt keeps
     the path of its source, as a wrapper is given prompts only: the line `make it red<TAB>fox.png`
-    of data/edits.txt gives the prompt `make it red<TAB>data/fox.png`. Whether the model would
-    resize a source is checked later, by `encode_images`."""
+    of data/edits.txt gives the prompt `make it red<TAB>data/fox.png`."""
     if path is None:
         raise grpo.BadInput("--prompts: needs a file of lines `instruction<TAB>source.png`")
     with grpo.input_errors(f"--prompts {path}"):
@@ -56,9 +55,9 @@ def call_with_instructions(function, images, prompts, targets):
 
 @torch.no_grad()
 def encode_images(pipe, images, any_size=False):
-    """PIL images whose sides are multiples of 32 -> a tensor of codes [h, w] for each, on the CPU.
-    They are the codes that the stock pipeline makes of a picture to edit. Raises BadInput if its
-    image processor would resize a picture. With `any_size` it resizes none."""
+    """PIL images whose sides are multiples of 32 -> codes [height / 32, width / 32] of each, on the
+    CPU. They are the codes that the stock pipeline makes of a picture to edit. Its image processor
+    first resizes pictures that are very small or large. With `any_size` it resizes none."""
     # GLMImageWrapper leaves the vision tower and the codebook on the CPU. They visit the GPU for
     # this call only, as the two halves of the model need the room.
     model = pipe.vision_language_encoder.model
@@ -76,31 +75,9 @@ def encode_images(pipe, images, any_size=False):
             inputs = pipe.processor.image_processor(
                 [image.convert("RGB")], return_tensors="pt", **settings)
         _, h, w = inputs.image_grid_thw[0].tolist()  # in codes
-        if (32 * w, 32 * h) != image.size:
-            raise grpo.BadInput(
-                f"a picture of {image.width} x {image.height} pixels would be seen as one of "
-                f"{32 * w} x {32 * h}: change its size to that, or to other multiples of 32")
         inputs = inputs.to(grpo.DEVICE)
         features = model.get_image_features(inputs.pixel_values, inputs.image_grid_thw)
         # `pooler_output` has a feature for each code, despite its name.
         codes.append(model.get_image_tokens(features.pooler_output).view(h, w).cpu())
     tower.to(home)
     return codes
-
-def build_edit_position_ids(num_before, source_grid, num_after, drawn_grid):
-    """Positions (t, h, w) of the text before the source, the source's codes, the text after it, and
-    the codes to draw -> [3, L + T]. Grids are (height, width). For 2, (1, 2), 3 and (2, 2):
-              text   1 x 2   text      2 x 2
-         t:   0  1   2  2    4  5  6   7  7  7  7
-         h:   0  1   2  2    4  5  6   7  7  8  8
-         w:   0  1   2  3    4  5  6   7  8  7  8
-    Each half is a text and a grid, as `grpo.build_position_ids` wants them. The second half begins
-    max(height, width) after the start of the source's grid."""
-    first = grpo.build_position_ids(torch.ones(1, num_before, dtype=torch.long), [source_grid])
-    second = grpo.build_position_ids(torch.ones(1, num_after, dtype=torch.long), [drawn_grid])
-    start = num_before + max(source_grid)  # of the second half
-    return torch.cat([first, start + second], dim=2).squeeze(1)  # a batch of one
-
-def repeat_codes(codes):
-    """[N, h, w] -> [N, 2 * h, 2 * w]: the DiT wants each code as 2 x 2."""
-    return codes.repeat_interleave(2, 1).repeat_interleave(2, 2)

@@ -1,11 +1,14 @@
-"""The small world of edit.py: pictures of 3 x 3 coloured squares, instructions such as "paint the
+"""A small world for edit.py: pictures of 3 x 3 coloured squares, instructions such as "paint the
 red squares blue", and a small GLM-Image that follows them half of the time.
 
-edit.py calls it, with --reward examples/squares.py:right, and it writes to runs/squares: pictures
-for training, others that are held out, and the model. That has the real classes and eight codes,
-the COLORS of grpo.py. DiT and VAE are those of tiny-glm-image, the vision tower knows the colours,
-and the policy has two layers. It is fitted to edit, and then to make mistakes: it leaves half of
-the squares that it should paint, and 35 % of all squares get some other colour.
+    python -m examples.squares
+    python -m examples.edit --model runs/squares --out runs/edit
+
+The first line takes a minute. It writes to runs/squares pictures, prompts for training, prompts
+that are held out, and the model. That has the real classes and eight codes, the COLORS of grpo.py.
+DiT and VAE are those of tiny-glm-image, the vision tower knows the colours, and the policy has two
+layers. It is fitted to edit, and then to make mistakes: it leaves half of the squares that it
+should paint, and 35 % of all squares get some other colour.
 """
 import json
 import random
@@ -19,13 +22,14 @@ from PIL import Image
 import grpo
 from examples import make_tiny
 from examples.codes import load_prompts
+from examples.edit import EditWrapper
 
 FOLDER = Path("runs/squares")
 SIDE = 3  # squares in a row and in a column
 NAMES = list(grpo.COLORS)  # code k is the colour NAMES[k]
 PALETTE = torch.stack(list(grpo.COLORS.values()))  # [V, 3], in 0..1
 
-# The defaults of `python -m examples.edit` when it trains this model.
+# What grpo.json says: the defaults for this model.
 SETTINGS = make_tiny.SETTINGS | dict(
     steps=60, lr=1e-3, group_size=8, micro_batch_size=64, width=32 * SIDE, height=32 * SIDE,
     prompts=str(FOLDER / "prompts.txt"), reward="examples/squares.py:right")
@@ -51,12 +55,10 @@ def right(images, prompts, targets):
     return [(look(image) == edit(look(source), prompt)).float().mean()
             for image, prompt, source in zip(images, prompts, targets)]
 
-def write_prompts_once():
+def write_prompts():
     """Pictures, and three files of prompts. Those of held_out.txt have pictures that no prompt of
     prompts.txt has. Those of new_pairs.txt have new pictures and new pairs of colours."""
-    if FOLDER.exists():
-        return
-    FOLDER.mkdir(parents=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     lines = dict(prompts=[], held_out=[], new_pairs=[])
     for number in range(200):
@@ -74,15 +76,8 @@ def write_prompts_once():
     for file, rows in lines.items():
         rows = rng.sample(rows, 600 if file == "prompts" else 48)
         (FOLDER / f"{file}.txt").write_text("\n".join(rows) + "\n")
-    (FOLDER / "grpo.json").write_text(json.dumps(SETTINGS, indent=4) + "\n")
 
-def load_model(Wrapper, path, config):
-    """Any model; this one is fitted when it is first wanted."""
-    if Path(path) == FOLDER and not (FOLDER / "model_index.json").exists():
-        fit(Wrapper)
-    return Wrapper.from_pretrained(path, config)
-
-def fit(Wrapper):
+def make_model():
     transformers.set_seed(0)
     rotary = dict(rope_type="default", rope_theta=1000.0, mrope_section=[1] * 16)
     pipe = make_tiny.make_models(
@@ -92,10 +87,11 @@ def fit(Wrapper):
     pipe.register_modules(transformer=small.transformer, vae=small.vae)
     make_tiny.fit_vision(pipe, PALETTE[:, :, None, None].expand(-1, -1, 32, 32))
     config = grpo.Config(**SETTINGS, offload="off")
-    wrapper = Wrapper(pipe, config)
+    wrapper = EditWrapper(pipe, config)
     fit_policy(wrapper, chance=0.98, share=1.0, steps=1000, lr=5e-3)  # it learns to edit
     fit_policy(wrapper, chance=0.65, share=0.5, steps=150, lr=2e-3)  # and to make mistakes
     pipe.save_pretrained(FOLDER)
+    (FOLDER / "grpo.json").write_text(json.dumps(SETTINGS, indent=4) + "\n")
 
 def fit_policy(wrapper, chance, share, steps, lr):
     """Fits it to edit a square with probability `share`, and else to leave it as it is."""
@@ -110,3 +106,7 @@ def fit_policy(wrapper, chance, share, steps, lr):
         return [prompts[i] for i in rows], codes.flatten(1)
 
     make_tiny.fit_policy(wrapper, draw, chance, steps, lr)
+
+if __name__ == "__main__":
+    write_prompts()
+    make_model()
