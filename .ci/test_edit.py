@@ -182,15 +182,16 @@ def test_bad_input(line, message, tmp_path, capsys):
         assert stop.value.code == 2 and text in error and error.count("\n") == 1
 
 @pytest.mark.parametrize("size, seen", [((256, 128), (128, 64)), ((32, 32), (64, 64))])
-def test_the_painter_sees_what_the_policy_sees(wrapper, tmp_path, size, seen):
-    """The image processor resizes very large and small pictures: as they were, they had more pixels than codes."""
+def test_the_dit_sees_what_the_policy_sees(wrapper, tmp_path, size, seen):
+    """The image processor resizes very large and small sources: as they were, they had more pixels than codes, or less."""
     prompt, = make_prompts(tmp_path, size)
     limits = dict(shortest_edge=64**2, longest_edge=128**2)
-    with mock.patch.object(wrapper.pipe.processor.image_processor, "size", limits):
+    painter = wrapper.pipe.image_processor
+    with (mock.patch.object(wrapper.pipe.processor.image_processor, "size", limits),
+          mock.patch.object(painter, "preprocess", wraps=painter.preprocess) as shown):
         rollout = wrapper.generate_with_tracking([prompt], 2, [0])
-        source, picture = wrapper.load_source(prompt.split("\t")[1])
-    assert source.size == seen and picture.shape == (seen[1] // 32, seen[0] // 32)
-    assert wrapper.compute_logprobs(rollout)[0].shape == (2, 15) and rollout.images[0].size == (WIDTH, HEIGHT)
+        wrapper.compute_logprobs(rollout)
+    assert [call.args[0].size for call in shown.call_args_list] == [seen] * 2 and size != seen
 
 def test_a_picture_that_the_processor_refuses(wrapper):
     with pytest.raises(grpo.BadInput, match="a picture: absolute aspect ratio"):

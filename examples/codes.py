@@ -32,9 +32,9 @@ def load_prompts(path):
             source_path = Path(path).parent / names[0]
             with grpo.input_errors(where):
                 source = Image.open(source_path).convert("RGB")
-            if source.width % 32 or source.height % 32:
+            if source.width % 32 or source.height % 32:  # it would be stretched
                 raise grpo.BadInput(f"{where}: the sides of {source_path} must be multiples of 32")
-            if max(source.size) > 4 * min(source.size):  # the image processor takes none of these
+            if max(source.size) > 4 * min(source.size):  # the image processor would refuse it
                 raise grpo.BadInput(f"{where}: {source_path} is over four times as long as wide")
             prompts.append(f"{instruction}\t{source_path}")
             sources.append(source)
@@ -55,9 +55,10 @@ def call_with_instructions(function, images, prompts, targets):
 
 @torch.no_grad()
 def encode_images(pipe, images, any_size=False):
-    """PIL images whose sides are multiples of 32 -> codes [height / 32, width / 32] of each, on the
-    CPU. They are the codes that the stock pipeline makes of a picture to edit. Its image processor
-    first resizes pictures that are very small or large. With `any_size` it resizes none."""
+    """PIL images whose sides are multiples of 32 -> codes [h, w] of each, on the CPU. They are the
+    codes that the stock pipeline makes of a picture to edit: one for each 32 x 32 pixels, unless
+    its image processor finds the picture too small or too large, and resizes it first. With
+    `any_size` it resizes none."""
     # GLMImageWrapper leaves the vision tower and the codebook on the CPU. They visit the GPU for
     # this call only, as the two halves of the model need the room.
     model = pipe.vision_language_encoder.model
@@ -71,7 +72,7 @@ def encode_images(pipe, images, any_size=False):
     codes = []
     for image in images:
         # The processor raises ValueError if a side is under 16 pixels or over 4 times the other.
-        with grpo.input_errors("a picture", ValueError):
+        with grpo.input_errors(f"a picture of {image.width} x {image.height} pixels", ValueError):
             inputs = pipe.processor.image_processor(
                 [image.convert("RGB")], return_tensors="pt", **settings)
         _, h, w = inputs.image_grid_thw[0].tolist()  # in codes

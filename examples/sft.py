@@ -1,5 +1,6 @@
 """Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures, each with a
-text beside it: fox.png, fox.txt. GRPO can go on from there, without the KL, which would undo it:
+text beside it: fox.png, fox.txt. GRPO can go on from there, without a KL, which would pull the
+policy back to the model before SFT:
 
     python -m examples.sft my_pictures --out runs/mine
     python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
@@ -12,7 +13,6 @@ import torch
 from PIL import Image, ImageOps
 import grpo
 from examples.codes import encode_images
-
 
 def load_pictures(folder, size, seed):
     """-> texts and their pictures, cropped around the centre and resized. Pairs are shuffled."""
@@ -48,7 +48,7 @@ def encode_pictures(pipe, pictures):
 
 class SFTTrainer(grpo.GRPOTrainer):
     """The loss is minus the mean log-prob of the codes [N, T]. LoRA, optimizer, files and --resume
-    are those of GRPOTrainer. The first tenth of the pictures is held out."""
+    are those of GRPOTrainer. The first tenth of the pictures is held out, and sampled first."""
     def __init__(self, config, wrapper, texts, codes):
         super().__init__(config, wrapper, texts, {})  # no rewards
         self.codes = codes
@@ -60,7 +60,7 @@ class SFTTrainer(grpo.GRPOTrainer):
         """Yields the loss of each micro-batch times its share, so that their sum is the mean."""
         for part in rows.split(self.config.micro_batch_size):
             texts = [self.prompts[row] for row in part.tolist()]
-            batch = grpo.Rollout(
+            batch = grpo.Rollout(  # of which `compute_logprobs` needs the prompts and the tokens
                 prompts=texts, tokens=self.codes[part], images=None, logprobs=None, nuclei=None)
             logprobs, _ = self.wrapper.compute_logprobs(batch)  # [B, T]
             yield -logprobs.mean() * len(part) / len(rows)
@@ -89,7 +89,7 @@ if __name__ == "__main__":
         if len(sys.argv) < 2 or sys.argv[1].startswith("-") or grpo.WORLD_SIZE > 1:
             raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
         folder, *flags = sys.argv[1:]
-        # The loss is of undivided logits. Sampling later uses GLM-Image's own temperature, 0.9.
+        # In this run logits are not divided. grpo.py will sample at GLM-Image's temperature, 0.9.
         config = grpo.parse_args(flags, temperature=1.0)
         texts, pictures = load_pictures(folder, (config.width, config.height), config.seed)
         grpo.check_before_loading(config, texts, targets=None, rewards={})
