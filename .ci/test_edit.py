@@ -166,7 +166,7 @@ def test_rewards_get_instruction_and_source(tmp_path):
     assert total == 14
 
 @pytest.mark.parametrize("line, message", [
-    ("paint it red", "needs one tab and one source, not 0"), ("a\tx.png\tx.png", "needs one tab and one source, not 2"),
+    ("paint it red", "needs one tab and a source, has 0 tabs"), ("a\tx.png\tx.png", "needs one tab and a source, has 2 tabs"),
     ("a\tnone.png", "No such file"), ("a\tedits.txt", "cannot identify image"), ("a\tsmall.png", "multiples of 32"),
     ("a\tlong.png", "long.png is over four times as long as wide"),
     ("# only a comment", "has no prompts")])
@@ -194,7 +194,7 @@ def test_the_dit_sees_what_the_policy_sees(wrapper, tmp_path, size, seen):
     assert [call.args[0].size for call in shown.call_args_list] == [seen] * 2 and size != seen
 
 def test_a_picture_that_the_processor_refuses(wrapper):
-    with pytest.raises(grpo.BadInput, match="a picture: absolute aspect ratio"):
+    with pytest.raises(grpo.BadInput, match="a picture of 512 x 64 pixels: absolute aspect ratio"):
         codes.encode_images(wrapper.pipe, [Image.new("RGB", (512, 64))])
 
 def test_squares(tmp_path, monkeypatch):

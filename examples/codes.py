@@ -28,11 +28,11 @@ def load_prompts(path):
         if instruction and not instruction.startswith("#"):
             where = f"--prompts {path}, line {number}"
             if len(names) != 1:
-                raise grpo.BadInput(f"{where}: needs one tab and one source, not {len(names)}")
+                raise grpo.BadInput(f"{where}: needs one tab and a source, has {len(names)} tabs")
             source_path = Path(path).parent / names[0]
             with grpo.input_errors(where):
                 source = Image.open(source_path).convert("RGB")
-            if source.width % 32 or source.height % 32:  # it would be stretched
+            if source.width % 32 or source.height % 32:  # the image processor would stretch it
                 raise grpo.BadInput(f"{where}: the sides of {source_path} must be multiples of 32")
             if max(source.size) > 4 * min(source.size):  # the image processor would refuse it
                 raise grpo.BadInput(f"{where}: {source_path} is over four times as long as wide")
@@ -43,7 +43,8 @@ def load_prompts(path):
     return prompts, sources
 
 def load_rewards(text):
-    """The rewards of grpo.py, but each is called with a prompt's instruction, without the path."""
+    """The rewards of grpo.py, but they are called with the prompts' instructions, without paths.
+    (`grpo.check_before_loading` still sees the paths.)"""
     rewards = {}
     for name, (function, weight) in grpo.load_rewards(text).items():
         rewards[name] = functools.partial(call_with_instructions, function), weight
@@ -54,11 +55,11 @@ def call_with_instructions(function, images, prompts, targets):
     return function(images, instructions, targets)
 
 @torch.no_grad()
-def encode_images(pipe, images, any_size=False):
+def encode_images(pipe, images, resize=True):
     """PIL images whose sides are multiples of 32 -> codes [h, w] of each, on the CPU. They are the
-    codes that the stock pipeline makes of a picture to edit: one for each 32 x 32 pixels, unless
-    its image processor finds the picture too small or too large, and resizes it first. With
-    `any_size` it resizes none."""
+    codes that the stock pipeline makes of a picture to edit, one for each 32 x 32 pixels. The
+    image processor first resizes pictures that are too small or too large for its settings, unless
+    `resize` is False."""
     # GLMImageWrapper leaves the vision tower and the codebook on the CPU. They visit the GPU for
     # this call only, as the two halves of the model need the room.
     model = pipe.vision_language_encoder.model
@@ -66,12 +67,12 @@ def encode_images(pipe, images, any_size=False):
     home = model.visual.device
     tower.to(grpo.DEVICE)
     settings = {}
-    if any_size:
+    if not resize:
         # Despite their names, these are the smallest and the largest area, in pixels.
         settings["size"] = dict(shortest_edge=32**2, longest_edge=10**8)
     codes = []
     for image in images:
-        # The processor raises ValueError if a side is under 16 pixels or over 4 times the other.
+        # The processor raises ValueError if a side is over 4 times as long as the other.
         with grpo.input_errors(f"a picture of {image.width} x {image.height} pixels", ValueError):
             inputs = pipe.processor.image_processor(
                 [image.convert("RGB")], return_tensors="pt", **settings)

@@ -2,9 +2,9 @@
 
     python -m examples.edit --model zai-org/GLM-Image --prompts edits.txt --reward mine.py:good
 
-It takes the flags of grpo.py. A line of edits.txt is `instruction<TAB>source.png`, with a path
-from the folder of edits.txt. A reward gets the source as the target. docs/edit.md shows a run with
-a small model, made by examples/squares.py."""
+It takes the flags of grpo.py. A line of edits.txt is `instruction<TAB>source.png`, where the path
+is relative to the folder of edits.txt. Rewards get the source as the target. examples/squares.py
+makes a small model, and docs/edit.md shows a run with it."""
 import functools
 
 import torch
@@ -15,13 +15,15 @@ import grpo
 from examples.codes import encode_images, load_prompts, load_rewards
 
 class EditWrapper(grpo.GLMImageWrapper):
-    """Three things differ when GLM-Image edits: a prompt also has the source's codes, before the
-    instruction; the policy draws no draft; and the DiT also gets the source."""
+    """Three things differ when GLM-Image edits. The policy reads the source's codes before the
+    instruction. It draws one grid, without a draft. The DiT also gets the source. A prompt is
+    `instruction<TAB>path` here, as the methods of a wrapper get prompts and no sources."""
     @functools.cache  # each source is encoded once
     def load_source(self, path):
         """-> PIL image, codes [h, w]"""
         source = Image.open(path).convert("RGB")
-        codes, = encode_images(self.pipe, [source])
+        # The processor in `encode` resizes it alike, and leaves a placeholder for each code.
+        codes, = encode_images(self.pipe, [source], resize=True)
         return source, codes
 
     def encode(self, prompts):
@@ -38,18 +40,18 @@ class EditWrapper(grpo.GLMImageWrapper):
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
                 target_h=self.config.height, target_w=self.config.width,
                 padding=True, padding_side="left"))
-        position_ids = self.build_position_ids(batch).to(grpo.DEVICE)
-        # The processor has left a placeholder for each code of the sources.
-        ids = batch.input_ids
+        position_ids = self.count_positions(batch).to(grpo.DEVICE)
+        ids = batch.input_ids  # with a placeholder for each code of the sources
         ids[ids == self.pipe.processor.image_token_id] = torch.cat(codes)
         return ids.to(grpo.DEVICE), position_ids, grpo.build_bias(position_ids, self.policy.dtype)
 
-    def build_position_ids(self, batch):
-        """Positions of the prompts and of the codes to draw, [3, B, L + T]. In grpo.py, prompts are
-        text only. `get_rope_index` of `transformers` also knows grids, but it has to see an image's
-        end mark. So it is shown each prompt with T more tokens, of any value, and that mark."""
-        # The processor gives each prompt two rows (1, height, width) of image_grid_thw, as it says
-        # in images_per_sample: that of its source, then that of the grid to draw, equal for all.
+    def count_positions(self, batch):
+        """Positions of the prompts and of the codes to draw, [3, B, L + T].
+        `grpo.build_position_ids` is for prompts of text only. `get_rope_index` of `transformers`
+        also knows an image inside a prompt, but takes codes for text unless an end mark follows.
+        So we give it each prompt with T more tokens, whose values do not matter, and this mark."""
+        # Each prompt has two rows (1, height, width) of image_grid_thw, as images_per_sample says:
+        # its source's, then that of the grid to draw, which is the same for all prompts.
         T = batch.image_grid_thw[1].prod().item()
         ids = pad(batch.input_ids, (0, T))
         ids = pad(ids, (0, 1), value=self.policy.config.image_end_token_id)
@@ -60,9 +62,10 @@ class EditWrapper(grpo.GLMImageWrapper):
         return position_ids[..., :-1]  # without the mark
 
     def forward(self, ids, position_ids, bias, cache=None):
-        """Without a cache, as in grpo.py. With one, `sample` is the caller and needs the last
-        token's logits only. All those of N long prompts would take 5 GiB, so the prompts go into
-        the cache 64 tokens at a time, and the last piece's logits are returned."""
+        """Without a cache, as in grpo.py. With one, `sample` is the caller, and needs the logits of
+        the last token only. But grpo.py's `forward` computes those of all tokens it gets: 5 GiB
+        for 32 prompts with sources of 1024 x 1024 pixels. So it gets the prompts in pieces, here of
+        64 tokens, and only the last piece's logits are kept."""
         if cache is None:
             return super().forward(ids, position_ids, bias)
         for start in range(0, ids.shape[1], 64):
@@ -72,22 +75,25 @@ class EditWrapper(grpo.GLMImageWrapper):
         return logits
 
     def decode(self, prompts, tokens, seeds):
-        """As in grpo.py, but the pipeline also gets the source, its codes and their grid. It wants
-        lists with an item for each image it paints, and is given one image at a time."""
+        """As in grpo.py, but the pipeline also gets the source, its codes and their grid. For
+        simplicity it paints one image at a time, whatever --micro-batch-size is."""
         groups = tokens.unflatten(0, (len(prompts), -1))  # [P, G, T]
         images = []
         for prompt, group, seed in zip(prompts, groups, seeds, strict=True):
             instruction, path = prompt.split("\t")
             source, codes = self.load_source(path)
             h, w = codes.shape
-            # If the image processor resized a very small or large source, this does so, too.
+            # The picture must be as large as its codes say. `encode_images` resizes very small and
+            # very large ones.
             source = source.resize((32 * w, 32 * h))
             codes = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)  # each as 2 x 2
-            grid = torch.tensor([[1, *codes.shape]])  # to split codes of several sources
+            grid = torch.tensor([[1, 2 * h, 2 * w]])  # one row, as there is one source
             codes = codes.flatten().to(grpo.DEVICE)
             for row in group:
+                # Each argument is a list with an item for each image to paint. The items of
+                # `image` are lists of sources themselves.
                 images += super().decode(
-                    [instruction], row[None], [seed], image=[[source]],  # with a list of sources
+                    [instruction], row[None], [seed], image=[[source]],
                     prior_token_image_ids=[codes], source_image_grid_thw=[grid])
         return images
 

@@ -1,6 +1,5 @@
 """Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures, each with a
-text beside it: fox.png, fox.txt. GRPO can go on from there, without a KL, which would pull the
-policy back to the model before SFT:
+text beside it: fox.png, fox.txt. GRPO can follow, without a KL to the model before SFT:
 
     python -m examples.sft my_pictures --out runs/mine
     python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
@@ -25,7 +24,7 @@ def load_pictures(folder, size, seed):
             raise grpo.BadInput(f"{path}: there is no picture {path.stem}.png or .jpg beside it")
     if len(paths) < 2:  # one of them is held out
         raise grpo.BadInput(f"{folder}: needs two pictures or more, and has {len(paths)}")
-    random.Random(seed).shuffle(paths)
+    random.Random(seed).shuffle(paths)  # as the first of them are held out
     texts, pictures = [], []
     for path in paths:
         with grpo.input_errors(f"{path}, or {path.stem}.txt beside it, cannot be read"):
@@ -36,19 +35,20 @@ def load_pictures(folder, size, seed):
 
 def encode_pictures(pipe, pictures):
     """-> codes [N, T], the draft's, then the large grid's. The draft is the same picture, resized,
-    as in FlashAR (arXiv 2605.09430). GLM-Image's authors have not published how they train."""
+    as in FlashAR (arXiv 2605.09430). How GLM-Image's authors make theirs is not published."""
     # Ask the processor for the size of the draft, in codes. It does not depend on the text.
-    batch = pipe.processor(text=[""], target_h=pictures[0].height, target_w=pictures[0].width)
+    batch = pipe.processor(
+        text=[""], target_h=pictures[0].height, target_w=pictures[0].width, return_tensors="pt")
     _, h, w = batch.image_grid_thw[1].tolist()  # row 0 is the large grid's
     drafts = [picture.resize((32 * w, 32 * h)) for picture in pictures]
     # The image processor would resize small or large pictures, and change the number of codes.
-    small = torch.stack(encode_images(pipe, drafts, any_size=True))
-    large = torch.stack(encode_images(pipe, pictures, any_size=True))
+    small = torch.stack(encode_images(pipe, drafts, resize=False))
+    large = torch.stack(encode_images(pipe, pictures, resize=False))
     return torch.cat([small.flatten(1), large.flatten(1)], dim=1)
 
 class SFTTrainer(grpo.GRPOTrainer):
     """The loss is minus the mean log-prob of the codes [N, T]. LoRA, optimizer, files and --resume
-    are those of GRPOTrainer. The first tenth of the pictures is held out, and sampled first."""
+    are those of GRPOTrainer. The first tenth of the pictures is held out; samples begin with it."""
     def __init__(self, config, wrapper, texts, codes):
         super().__init__(config, wrapper, texts, {})  # no rewards
         self.codes = codes
@@ -60,7 +60,7 @@ class SFTTrainer(grpo.GRPOTrainer):
         """Yields the loss of each micro-batch times its share, so that their sum is the mean."""
         for part in rows.split(self.config.micro_batch_size):
             texts = [self.prompts[row] for row in part.tolist()]
-            batch = grpo.Rollout(  # of which `compute_logprobs` needs the prompts and the tokens
+            batch = grpo.Rollout(  # without nuclei: the loss does not depend on top-p
                 prompts=texts, tokens=self.codes[part], images=None, logprobs=None, nuclei=None)
             logprobs, _ = self.wrapper.compute_logprobs(batch)  # [B, T]
             yield -logprobs.mean() * len(part) / len(rows)
@@ -79,7 +79,7 @@ class SFTTrainer(grpo.GRPOTrainer):
 
     @torch.no_grad()
     def save_samples(self, step):
-        """`log` calls it every --save-every steps, so it also measures the held-out loss."""
+        """Also prints the held-out loss. `log` calls this every --save-every steps."""
         loss = sum(self.compute_losses(self.held_out_rows))
         print(f"after {step} steps: held-out loss {loss:.4g}", flush=True)
         super().save_samples(step)
@@ -89,7 +89,7 @@ if __name__ == "__main__":
         if len(sys.argv) < 2 or sys.argv[1].startswith("-") or grpo.WORLD_SIZE > 1:
             raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
         folder, *flags = sys.argv[1:]
-        # In this run logits are not divided. grpo.py will sample at GLM-Image's temperature, 0.9.
+        # By default, loss and samples are at temperature 1 here. grpo.py takes GLM-Image's, 0.9.
         config = grpo.parse_args(flags, temperature=1.0)
         texts, pictures = load_pictures(folder, (config.width, config.height), config.seed)
         grpo.check_before_loading(config, texts, targets=None, rewards={})
