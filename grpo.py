@@ -548,7 +548,7 @@ class GLMImageWrapper(PolicyWrapper):
     def __init__(self, pipe, config):
         self.pipe = pipe
         self.config = config
-        self.policy = pipe.vision_language_encoder  # its vision tower is not used
+        self.policy = pipe.vision_language_encoder  # its vision tower is not used here
         self.ar = nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
         self.both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False).eval()

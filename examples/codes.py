@@ -3,7 +3,8 @@ are for edits. The picture that a prompt edits is called its source.
 
     from examples.codes import encode_images
     pipe = diffusers.GlmImagePipeline.from_pretrained(..)
-    codes, = encode_images(pipe, [Image.open("fox.png")])  # [height / 32, width / 32]
+    image = Image.open("fox.png")
+    codes, = encode_images(pipe, [image], resize=False)  # [height / 32, width / 32]
 """
 import functools
 from pathlib import Path
@@ -44,7 +45,7 @@ def load_prompts(path):
 
 def load_rewards(text):
     """The rewards of grpo.py, but they are called with the prompts' instructions, without paths.
-    (`grpo.check_before_loading` still sees the paths.)"""
+    But `grpo.check_before_loading` may find the word that reward `color` needs in a path."""
     rewards = {}
     for name, (function, weight) in grpo.load_rewards(text).items():
         rewards[name] = functools.partial(call_with_instructions, function), weight

@@ -2,9 +2,10 @@
 
     python -m examples.edit --model zai-org/GLM-Image --prompts edits.txt --reward mine.py:good
 
-It takes the flags of grpo.py. A line of edits.txt is `instruction<TAB>source.png`, where the path
-is relative to the folder of edits.txt. Rewards get the source as the target. examples/squares.py
-makes a small model, and docs/edit.md shows a run with it."""
+It takes the flags of grpo.py. --width and --height are those of the result; a source may have
+another size. A line of edits.txt is `instruction<TAB>source.png`, where the path is relative to the
+folder of edits.txt. Rewards get the source as the target. examples/squares.py makes a small model,
+and docs/edit.md shows a run with it."""
 import functools
 
 import torch
@@ -22,7 +23,7 @@ class EditWrapper(grpo.GLMImageWrapper):
     def load_source(self, path):
         """-> PIL image, codes [h, w]"""
         source = Image.open(path).convert("RGB")
-        # The processor in `encode` resizes it alike, and leaves a placeholder for each code.
+        # In `encode`, the processor resizes it alike, and leaves a placeholder for each code.
         codes, = encode_images(self.pipe, [source], resize=True)
         return source, codes
 
@@ -41,15 +42,15 @@ class EditWrapper(grpo.GLMImageWrapper):
                 target_h=self.config.height, target_w=self.config.width,
                 padding=True, padding_side="left"))
         position_ids = self.count_positions(batch).to(grpo.DEVICE)
-        ids = batch.input_ids  # with a placeholder for each code of the sources
+        ids = batch.input_ids.clone()  # `batch` keeps its placeholders
         ids[ids == self.pipe.processor.image_token_id] = torch.cat(codes)
         return ids.to(grpo.DEVICE), position_ids, grpo.build_bias(position_ids, self.policy.dtype)
 
     def count_positions(self, batch):
         """Positions of the prompts and of the codes to draw, [3, B, L + T].
         `grpo.build_position_ids` is for prompts of text only. `get_rope_index` of `transformers`
-        also knows an image inside a prompt, but takes codes for text unless an end mark follows.
-        So we give it each prompt with T more tokens, whose values do not matter, and this mark."""
+        also knows an image inside a prompt, but takes the codes to draw for text unless an end mark
+        follows them. So it gets each prompt with T more tokens, of any value, and this mark."""
         # Each prompt has two rows (1, height, width) of image_grid_thw, as images_per_sample says:
         # its source's, then that of the grid to draw, which is the same for all prompts.
         T = batch.image_grid_thw[1].prod().item()
@@ -62,10 +63,10 @@ class EditWrapper(grpo.GLMImageWrapper):
         return position_ids[..., :-1]  # without the mark
 
     def forward(self, ids, position_ids, bias, cache=None):
-        """Without a cache, as in grpo.py. With one, `sample` is the caller, and needs the logits of
-        the last token only. But grpo.py's `forward` computes those of all tokens it gets: 5 GiB
-        for 32 prompts with sources of 1024 x 1024 pixels. So it gets the prompts in pieces, here of
-        64 tokens, and only the last piece's logits are kept."""
+        """Without a cache, as in grpo.py. With a cache, the caller is `sample`, which needs the
+        logits of the last token only. The logits of all tokens would take 5 GiB, for 32 prompts
+        with sources of 1024 x 1024 pixels. So prompts go into the cache in pieces, here of 64
+        tokens, and only the last piece's logits are returned."""
         if cache is None:
             return super().forward(ids, position_ids, bias)
         for start in range(0, ids.shape[1], 64):
@@ -83,8 +84,8 @@ class EditWrapper(grpo.GLMImageWrapper):
             instruction, path = prompt.split("\t")
             source, codes = self.load_source(path)
             h, w = codes.shape
-            # The picture must be as large as its codes say. `encode_images` resizes very small and
-            # very large ones.
+            # The DiT needs a picture as large as its codes say. (In `encode`, the processor resizes
+            # very small and very large pictures itself.)
             source = source.resize((32 * w, 32 * h))
             codes = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)  # each as 2 x 2
             grid = torch.tensor([[1, 2 * h, 2 * w]])  # one row, as there is one source

@@ -1,5 +1,5 @@
 """Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures, each with a
-text beside it: fox.png, fox.txt. GRPO can follow, without a KL to the model before SFT:
+text beside it: fox.png, fox.txt. GRPO can follow, without its KL, which would undo the SFT:
 
     python -m examples.sft my_pictures --out runs/mine
     python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
@@ -22,7 +22,7 @@ def load_pictures(folder, size, seed):
     for path in files:  # a picture without a text is found below, when the text is read
         if path.suffix == ".txt" and path.stem not in stems:
             raise grpo.BadInput(f"{path}: there is no picture {path.stem}.png or .jpg beside it")
-    if len(paths) < 2:  # one of them is held out
+    if len(paths) < 2:  # at least one is held out
         raise grpo.BadInput(f"{folder}: needs two pictures or more, and has {len(paths)}")
     random.Random(seed).shuffle(paths)  # as the first of them are held out
     texts, pictures = [], []
@@ -48,7 +48,7 @@ def encode_pictures(pipe, pictures):
 
 class SFTTrainer(grpo.GRPOTrainer):
     """The loss is minus the mean log-prob of the codes [N, T]. LoRA, optimizer, files and --resume
-    are those of GRPOTrainer. The first tenth of the pictures is held out; samples begin with it."""
+    are those of GRPOTrainer. The first tenth of the pictures is held out."""
     def __init__(self, config, wrapper, texts, codes):
         super().__init__(config, wrapper, texts, {})  # no rewards
         self.codes = codes
@@ -60,7 +60,7 @@ class SFTTrainer(grpo.GRPOTrainer):
         """Yields the loss of each micro-batch times its share, so that their sum is the mean."""
         for part in rows.split(self.config.micro_batch_size):
             texts = [self.prompts[row] for row in part.tolist()]
-            batch = grpo.Rollout(  # without nuclei: the loss does not depend on top-p
+            batch = grpo.Rollout(  # `compute_logprobs` needs no more; without nuclei, no top-p
                 prompts=texts, tokens=self.codes[part], images=None, logprobs=None, nuclei=None)
             logprobs, _ = self.wrapper.compute_logprobs(batch)  # [B, T]
             yield -logprobs.mean() * len(part) / len(rows)
@@ -79,7 +79,7 @@ class SFTTrainer(grpo.GRPOTrainer):
 
     @torch.no_grad()
     def save_samples(self, step):
-        """Also prints the held-out loss. `log` calls this every --save-every steps."""
+        """Also prints the held-out loss. The first texts, which it draws, are the held-out ones."""
         loss = sum(self.compute_losses(self.held_out_rows))
         print(f"after {step} steps: held-out loss {loss:.4g}", flush=True)
         super().save_samples(step)
@@ -89,10 +89,10 @@ if __name__ == "__main__":
         if len(sys.argv) < 2 or sys.argv[1].startswith("-") or grpo.WORLD_SIZE > 1:
             raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
         folder, *flags = sys.argv[1:]
-        # By default, loss and samples are at temperature 1 here. grpo.py takes GLM-Image's, 0.9.
+        # SFT fits the undivided logits. GLM-Image, and so grpo.py, samples at temperature 0.9.
         config = grpo.parse_args(flags, temperature=1.0)
         texts, pictures = load_pictures(folder, (config.width, config.height), config.seed)
-        grpo.check_before_loading(config, texts, targets=None, rewards={})
+        grpo.check_before_loading(config, texts, targets=None, rewards={})  # --adapter, --out
         wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
         SFTTrainer(config, wrapper, texts, encode_pictures(wrapper.pipe, pictures)).train()
     except grpo.BadInput as error:
