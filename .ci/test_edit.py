@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/edit.md").read_text()
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 import grpo
-from examples import codes, edit, make_tiny, squares
+from examples import codes, edit, edited, make_tiny, squares
 torch.set_num_threads(1)
 WIDTH, HEIGHT = 160, 96  # not square
 
@@ -166,7 +166,7 @@ def test_rewards_get_instruction_and_source(tmp_path):
     assert total == 14
 
 @pytest.mark.parametrize("line, message", [
-    ("paint it red", "needs one tab and a source, has 0 tabs"), ("a\tx.png\tx.png", "needs one tab and a source, has 2 tabs"),
+    ("paint it red", "needs an instruction, one tab, and a source"), ("a\tx.png\tx.png", "needs an instruction, one tab, and a source"),
     ("a\tnone.png", "No such file"), ("a\tedits.txt", "cannot identify image"), ("a\tsmall.png", "multiples of 32"),
     ("a\tlong.png", "long.png is over four times as long as wide"),
     ("# only a comment", "has no prompts")])
@@ -196,6 +196,28 @@ def test_the_dit_sees_what_the_policy_sees(wrapper, tmp_path, size, seen):
 def test_a_picture_that_the_processor_refuses(wrapper):
     with pytest.raises(grpo.BadInput, match="a picture of 512 x 64 pixels: absolute aspect ratio"):
         codes.encode_images(wrapper.pipe, [Image.new("RGB", (512, 64))])
+
+def test_a_model_that_cannot_see():
+    """The default one on a CPU: its tower has patches of another size, and failed with a traceback about shapes."""
+    pipe = grpo.diffusers.GlmImagePipeline.from_pretrained(grpo.SMALL_MODEL)
+    with pytest.raises(grpo.BadInput, match="cannot see pictures"):
+        codes.encode_images(pipe, [Image.new("RGB", (64, 64))])
+
+@pytest.mark.parametrize("argv, message", [
+    ("run", "the following arguments are required: prompts, film"), ("none edits.txt x.png", "none: holds no run"),
+    ("run none.txt x.png", "--prompts none.txt: [Errno 2]"), ("run edits.txt none/x.png", "none/x.png: its folder does not")])
+def test_bad_input_of_edited(argv, message, tmp_path, monkeypatch, capsys):
+    """Found before a model is loaded, not when all is drawn."""
+    monkeypatch.chdir(tmp_path)
+    make_prompts(tmp_path, (64, 64))
+    Path("edits.txt").write_text("make it red\t0.png")
+    Path("run").mkdir()
+    torch.save(dict(config=vars(grpo.Config(reward="mse"))), "run/checkpoint.pt")
+    monkeypatch.setattr(sys, "argv", ["edited.py", *argv.split()])
+    monkeypatch.setattr(edit.EditWrapper, "from_pretrained", None)
+    with pytest.raises(SystemExit) as stop:
+        edited.main()
+    assert stop.value.code == 2 and message in capsys.readouterr().err
 
 def test_squares(tmp_path, monkeypatch):
     """Held-out pictures or pairs of colours that are also trained, or a reward that is 1 for a copy."""

@@ -150,7 +150,7 @@ def demo(tmp_path_factory):
         (folder / name).symlink_to(ROOT / name)
     commands = re.search(r"^```bash\n(python -m examples.mosaics\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[1]
     for told, short in [
-            ("--out runs/mine", "--save-every 20 --seed 5 --out runs/mine"),
+            ("--out runs/sft", "--save-every 20 --seed 5 --out runs/sft"),
             ("--steps 0 20", "--steps 0 20 --samples 2"), ("--out runs/then", "--steps 1 --seed 5 --out runs/then")]:
         assert told in commands
         commands = commands.replace(told, short)
@@ -175,14 +175,14 @@ def test_the_adapter_gives_the_same_loss(demo):
     folder, printed = demo
     config = grpo.Config(**make_tiny.SETTINGS | dict(model=str(grpo.SMALL_MODEL), seed=5))
     wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)  # the shipped model: no tower is needed
-    state = torch.load(folder / "runs/mine/checkpoint.pt")
+    state = torch.load(folder / "runs/sft/checkpoint.pt")
     texts = dict(zip(state["prompts"], range(40)))
     pairs = zip(*sft.load_pictures(folder / "runs/mosaics/pictures", (128, 128), 5))
     held_out = [pair for pair in pairs if texts[pair[0]] < 4]
     pipe = grpo.diffusers.GlmImagePipeline.from_pretrained(folder / "runs/mosaics/model")
     codes = sft.encode_pictures(pipe, [picture for _, picture in held_out])
     lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, 32)
-    lora.load(grpo.read_adapter(folder / "runs/mine/adapter_00020", 32))
+    lora.load(grpo.read_adapter(folder / "runs/sft/adapter_00020", 32))
     rollout = grpo.Rollout([text for text, _ in held_out], None, codes, None, None)
     loss = -wrapper.compute_logprobs(rollout)[0].mean().item()
     assert loss == pytest.approx(float(re.findall(r"held-out loss (\S+)", printed)[-1]), rel=1e-3)

@@ -29,9 +29,9 @@ def load_prompts(path):
         if instruction and not instruction.startswith("#"):
             where = f"--prompts {path}, line {number}"
             if len(names) != 1:
-                raise grpo.BadInput(f"{where}: needs one tab and a source, has {len(names)} tabs")
+                raise grpo.BadInput(f"{where}: needs an instruction, one tab, and a source")
             source_path = Path(path).parent / names[0]
-            with grpo.input_errors(where):
+            with grpo.input_errors(f"{where}: {source_path}"):
                 source = Image.open(source_path).convert("RGB")
             if source.width % 32 or source.height % 32:  # the image processor would stretch it
                 raise grpo.BadInput(f"{where}: the sides of {source_path} must be multiples of 32")
@@ -61,9 +61,13 @@ def encode_images(pipe, images, resize=True):
     codes that the stock pipeline makes of a picture to edit, one for each 32 x 32 pixels. The
     image processor first resizes pictures that are too small or too large for its settings, unless
     `resize` is False."""
+    model = pipe.vision_language_encoder.model
+    if pipe.processor.image_processor.patch_size != model.visual.config.patch_size:
+        raise grpo.BadInput(
+            "--model: it cannot see pictures. GLM-Image can, and so can the small models that "
+            "examples/mosaics.py makes for sft.py, and examples/squares.py for edit.py")
     # GLMImageWrapper leaves the vision tower and the codebook on the CPU. They visit the GPU for
     # this call only, as the two halves of the model need the room.
-    model = pipe.vision_language_encoder.model
     tower = torch.nn.ModuleList([model.visual, model.vqmodel])
     home = model.visual.device
     tower.to(grpo.DEVICE)

@@ -7,7 +7,7 @@ from PIL import Image
 
 pipe = diffusers.GlmImagePipeline.from_pretrained("zai-org/GLM-Image", dtype=torch.bfloat16)
 policy = pipe.vision_language_encoder
-policy.load_adapter("runs/mine/adapter_00100")
+policy.load_adapter("runs/edits/adapter_00100")
 # diffusers 0.42 joins the features of the sources, and transformers 5.23 wants them as a list.
 policy.get_image_tokens = lambda features, grids: policy.model.get_image_tokens(
     features.unflatten(0, (len(grids), -1)))
