@@ -45,7 +45,7 @@ def load_prompts(path):
 
 def load_rewards(text):
     """The rewards of grpo.py, but they are called with the prompts' instructions, without paths.
-    But `grpo.check_before_loading` may find the word that reward `color` needs in a path."""
+    The check of `color` before training still sees the paths, and may find a color word there."""
     rewards = {}
     for name, (function, weight) in grpo.load_rewards(text).items():
         rewards[name] = functools.partial(call_with_instructions, function), weight
@@ -62,6 +62,7 @@ def encode_images(pipe, images, resize=True):
     image processor first resizes pictures that are too small or too large for its settings, unless
     `resize` is False."""
     model = pipe.vision_language_encoder.model
+    # As in tiny-glm-image, whose vision tower and image processor were never made to fit.
     if pipe.processor.image_processor.patch_size != model.visual.config.patch_size:
         raise grpo.BadInput(
             "--model: it cannot see pictures. GLM-Image can, and so can the small models that "

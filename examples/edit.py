@@ -23,7 +23,7 @@ class EditWrapper(grpo.GLMImageWrapper):
     def load_source(self, path):
         """-> PIL image, codes [h, w]"""
         source = Image.open(path).convert("RGB")
-        # In `encode`, the processor resizes it alike, and leaves a placeholder for each code.
+        # Resized as by the processor in `encode`, which has a placeholder for each code.
         codes, = encode_images(self.pipe, [source], resize=True)
         return source, codes
 
@@ -42,15 +42,15 @@ class EditWrapper(grpo.GLMImageWrapper):
                 target_h=self.config.height, target_w=self.config.width,
                 padding=True, padding_side="left"))
         position_ids = self.count_positions(batch).to(grpo.DEVICE)
-        ids = batch.input_ids.clone()  # `batch` keeps its placeholders
+        ids = batch.input_ids  # with a placeholder for each code of the sources
         ids[ids == self.pipe.processor.image_token_id] = torch.cat(codes)
         return ids.to(grpo.DEVICE), position_ids, grpo.build_bias(position_ids, self.policy.dtype)
 
     def count_positions(self, batch):
         """Positions of the prompts and of the codes to draw, [3, B, L + T].
         `grpo.build_position_ids` is for prompts of text only. `get_rope_index` of `transformers`
-        also knows an image inside a prompt, but takes the codes to draw for text unless an end mark
-        follows them. So it gets each prompt with T more tokens, of any value, and this mark."""
+        also knows an image inside a prompt, but mistakes the codes to draw for text unless an end
+        mark follows them. So it gets each prompt with T more tokens, of any value, and the mark."""
         # Each prompt has two rows (1, height, width) of image_grid_thw, as images_per_sample says:
         # its source's, then that of the grid to draw, which is the same for all prompts.
         T = batch.image_grid_thw[1].prod().item()
@@ -64,7 +64,7 @@ class EditWrapper(grpo.GLMImageWrapper):
 
     def forward(self, ids, position_ids, bias, cache=None):
         """Without a cache, as in grpo.py. With a cache, the caller is `sample`, which needs the
-        logits of the last token only. The logits of all tokens would take 5 GiB, for 32 prompts
+        logits of the last token only. The logits of all tokens would take 5 GiB, for 32 samples
         with sources of 1024 x 1024 pixels. So prompts go into the cache in pieces, here of 64
         tokens, and only the last piece's logits are returned."""
         if cache is None:
@@ -84,15 +84,15 @@ class EditWrapper(grpo.GLMImageWrapper):
             instruction, path = prompt.split("\t")
             source, codes = self.load_source(path)
             h, w = codes.shape
-            # The DiT needs a picture as large as its codes say. (In `encode`, the processor resizes
-            # very small and very large pictures itself.)
+            # If the source is very small or very large, its codes are those of a resized picture.
+            # The DiT needs a picture of that size.
             source = source.resize((32 * w, 32 * h))
             codes = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)  # each as 2 x 2
-            grid = torch.tensor([[1, 2 * h, 2 * w]])  # one row, as there is one source
+            grid = torch.tensor([[1, 2 * h, 2 * w]])  # one source; read on the CPU
             codes = codes.flatten().to(grpo.DEVICE)
             for row in group:
-                # Each argument is a list with an item for each image to paint. The items of
-                # `image` are lists of sources themselves.
+                # The keyword arguments have an item for each image that the pipeline paints at
+                # once, here one. The item of `image` is the list of its sources.
                 images += super().decode(
                     [instruction], row[None], [seed], image=[[source]],
                     prior_token_image_ids=[codes], source_image_grid_thw=[grid])

@@ -79,7 +79,7 @@ class SFTTrainer(grpo.GRPOTrainer):
 
     @torch.no_grad()
     def save_samples(self, step):
-        """Also prints the held-out loss. The first texts, which it draws, are the held-out ones."""
+        """Also prints the held-out loss. Of the first 8 texts, it draws the held-out ones first."""
         loss = sum(self.compute_losses(self.held_out_rows))
         print(f"after {step} steps: held-out loss {loss:.4g}", flush=True)
         super().save_samples(step)
@@ -89,10 +89,10 @@ if __name__ == "__main__":
         if len(sys.argv) < 2 or sys.argv[1].startswith("-") or grpo.WORLD_SIZE > 1:
             raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
         folder, *flags = sys.argv[1:]
-        # SFT fits the undivided logits. GLM-Image, and so grpo.py, samples at temperature 0.9.
+        # `forward` divides the logits by the temperature: here 1, in grpo.py GLM-Image's own, 0.9.
         config = grpo.parse_args(flags, temperature=1.0)
         texts, pictures = load_pictures(folder, (config.width, config.height), config.seed)
-        grpo.check_before_loading(config, texts, targets=None, rewards={})  # --adapter, --out
+        grpo.check_before_loading(config, texts, targets=None, rewards={})  # --out and others
         wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
         SFTTrainer(config, wrapper, texts, encode_pictures(wrapper.pipe, pictures)).train()
     except grpo.BadInput as error:
