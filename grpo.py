@@ -115,9 +115,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     # A token has no gradient if A > 0 and its ratio is above the clip, or if A < 0 and it is below,
     # as the minimum is constant.
     loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
-    is_clipped = clipped < unclipped  # where the minimum takes the clipped ratio
-    metrics = dict(
-        policy_loss=loss, ratio_mean=ratio.mean(), clip_frac=is_clipped.float().mean())
+    clip_frac = (clipped < unclipped).float().mean()  # where the minimum is clipped
+    metrics = dict(policy_loss=loss, ratio_mean=ratio.mean(), clip_frac=clip_frac)
     if ref_logprobs is not None:
         delta = (ref_logprobs.detach() - new_logprobs).clamp(max=20)  # exp stays finite
         kl = (torch.expm1(delta) - delta).mean()  # expm1(x) = exp(x) - 1, exact near 0
@@ -227,8 +226,7 @@ class LoRA:
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
-                A = nn.init.kaiming_uniform_(torch.empty(rank, linear.in_features), a=math.sqrt(5))
-                A = nn.Parameter(A.to(DEVICE))
+                A = nn.Linear(linear.in_features, rank, bias=False).to(DEVICE).weight
                 B = nn.Parameter(torch.zeros(linear.out_features, rank, device=DEVICE))
                 self.weights[f"base_model.model.{name}.lora_A.weight"] = A
                 self.weights[f"base_model.model.{name}.lora_B.weight"] = B
@@ -271,8 +269,6 @@ def read_adapter(folder, rank):
     return weights
 
 # --- What the trainer asks of a model -----------------------------------------
-# To train another model, write a class like `PolicyWrapper`. examples/toy.py has a small one. The
-# tensors of a rollout are on the CPU; those that `compute_logprobs` returns are on DEVICE.
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """What the sampler gives: N samples, in the order p0 p0 p1 p1."""
@@ -287,7 +283,8 @@ class Rollout:
         return Rollout(*[None if value is None else value[rows] for value in values])
 
 class PolicyWrapper(typing.Protocol):
-    """What `GRPOTrainer` uses of the model that it trains."""
+    """To train another model, write a class like this one; examples/toy.py has a small one. The
+    tensors of a rollout are on the CPU; those that `compute_logprobs` returns are on DEVICE."""
     policy: nn.Module  # frozen; the trainer adds LoRA to it, and trains nothing else
     lora_layers: str  # a regex for the names of its linear layers that get LoRA
 
@@ -330,7 +327,7 @@ class GRPOTrainer:
             self.load_checkpoint()
         elif config.adapter:
             self.lora.load(read_adapter(config.adapter, config.lora_rank))
-        if RANK == 0:  # the first process alone writes files
+        if RANK == 0:  # only one process writes
             default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
             self.out = Path(config.resume or config.out or default)
             # `mkdir` fails if the folder exists, so that two runs never share one.
@@ -368,7 +365,7 @@ class GRPOTrainer:
         only save memory: each counts by its share of the samples, so the gradient is the same."""
         config = self.config
         N = len(advantages)
-        old_logprobs = torch.empty(rollout.logprobs.shape, device=DEVICE)  # [N, T]
+        old_logprobs = {}  # {start: [B, T]}
         totals = collections.Counter()  # `update` adds to it
         self.optimizer.zero_grad()  # drops those of an interrupted step
         for iteration in range(config.num_iterations):
@@ -379,8 +376,7 @@ class GRPOTrainer:
                 new_logprobs, entropy = self.wrapper.compute_logprobs(part)  # [B, T]
                 # The trap of bf16: the sampler rounds differently, so with its log-probs the ratio
                 # would not begin at 1. The old log-probs are those of the first pass here.
-                old = new_logprobs.detach() if iteration == 0 else old_logprobs[rows]
-                old_logprobs[rows] = old  # for the next iteration
+                old = old_logprobs.setdefault(start, new_logprobs.detach())
                 loss, metrics = compute_grpo_loss(
                     new_logprobs, old, advantages[rows], config.clip_range, ref, config.kl_coef)
                 metrics["entropy"] = entropy.mean().item()
@@ -390,7 +386,7 @@ class GRPOTrainer:
             totals["grad_norm"] += self.update_weights()
         metrics = {name: total / config.num_iterations for name, total in totals.items()}
         # How far the sampler and the trainer disagree: by rounding only, if all is well.
-        gap = rollout.logprobs - old_logprobs.cpu()
+        gap = rollout.logprobs - torch.cat([*old_logprobs.values()]).cpu()
         metrics["sampler_gap_max"] = gap.abs().max().item()
         return metrics
 
@@ -650,10 +646,9 @@ class GLMImageWrapper(PolicyWrapper):
         return all_logprobs.gather(2, tokens[:, :, None]).squeeze(2), entropy
 
     @torch.no_grad()
-    def decode(self, prompts, tokens, seeds, **inputs):
+    def decode(self, prompts, tokens, seeds, **pipe_inputs):
         """Step 2. P prompts and seeds, tokens [N, T] -> N images. A group shares its noise
-        (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck. Other
-        inputs, such as a picture to edit, are the pipeline's."""
+        (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck."""
         self.move_to_gpu(self.dit)
         config = self.config
         h = config.height // 32
@@ -669,7 +664,7 @@ class GLMImageWrapper(PolicyWrapper):
                 images += self.pipe(  # given codes, it skips its AR half
                     [prompt] * len(part), prior_token_ids=part, generator=noise,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
-                    num_inference_steps=config.decode_steps, **inputs).images
+                    num_inference_steps=config.decode_steps, **pipe_inputs).images
         return images
 
     def generate_with_tracking(self, prompts, group_size, seeds):
