@@ -251,6 +251,7 @@ def test_it_learns_a_little(root, monkeypatch):
     monkeypatch.setattr(make_tiny, "fit_policy", lambda wrapper, draw, chance, steps, lr: fit(wrapper, draw, chance, steps // 10, lr))
     squares.make_model()
     monkeypatch.setattr(sys, "argv", "edit.py --model runs/squares --steps 16 --group-size 4 --lr 2e-3 --save-every 16 --out runs/edit".split())
+    monkeypatch.delitem(sys.modules, "examples.edit")  # or runpy warns that it is imported already
     runpy.run_module("examples.edit", run_name="__main__")
     rewards = [json.loads(line)["reward"] for line in (root / "runs/edit/metrics.jsonl").read_text().splitlines()]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
