@@ -45,7 +45,8 @@ def load_prompts(path):
 
 def load_rewards(text):
     """The rewards of grpo.py, but they are called with the prompts' instructions, without paths.
-    The check of `color` before training still sees the paths, and may find a color word there."""
+    The check of `color` before training still sees the paths. A color word there can pass it, and
+    the first step fails if the instruction has none."""
     rewards = {}
     for name, (function, weight) in grpo.load_rewards(text).items():
         rewards[name] = functools.partial(call_with_instructions, function), weight
@@ -62,7 +63,7 @@ def encode_images(pipe, images, resize=True):
     image processor first resizes pictures that are too small or too large for its settings, unless
     `resize` is False."""
     model = pipe.vision_language_encoder.model
-    # As in tiny-glm-image, whose vision tower and image processor were never made to fit.
+    # In tiny-glm-image the vision tower does not fit the image processor, as nothing used them.
     if pipe.processor.image_processor.patch_size != model.visual.config.patch_size:
         raise grpo.BadInput(
             "--model: it cannot see pictures. GLM-Image can, and so can the small models that "

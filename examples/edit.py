@@ -23,7 +23,7 @@ class EditWrapper(grpo.GLMImageWrapper):
     def load_source(self, path):
         """-> PIL image, codes [h, w]"""
         source = Image.open(path).convert("RGB")
-        # Resized as by the processor in `encode`, which has a placeholder for each code.
+        # The processor in `encode` resizes it too, and makes room for as many codes.
         codes, = encode_images(self.pipe, [source], resize=True)
         return source, codes
 
@@ -49,10 +49,10 @@ class EditWrapper(grpo.GLMImageWrapper):
     def count_positions(self, batch):
         """Positions of the prompts and of the codes to draw, [3, B, L + T].
         `grpo.build_position_ids` is for prompts of text only. `get_rope_index` of `transformers`
-        also knows an image inside a prompt, but mistakes the codes to draw for text unless an end
-        mark follows them. So it gets each prompt with T more tokens, of any value, and the mark."""
-        # Each prompt has two rows (1, height, width) of image_grid_thw, as images_per_sample says:
-        # its source's, then that of the grid to draw, which is the same for all prompts.
+        also counts an image inside a prompt. It takes the codes to draw for an image only if an
+        end mark follows them. So each prompt gets T more tokens, of any value, and the mark."""
+        # Each prompt has two rows (1, height, width) of image_grid_thw: its source's, and that of
+        # the grid to draw, which is the same for all prompts.
         T = batch.image_grid_thw[1].prod().item()
         ids = pad(batch.input_ids, (0, T))
         ids = pad(ids, (0, 1), value=self.policy.config.image_end_token_id)
@@ -64,9 +64,9 @@ class EditWrapper(grpo.GLMImageWrapper):
 
     def forward(self, ids, position_ids, bias, cache=None):
         """Without a cache, as in grpo.py. With a cache, the caller is `sample`, which needs the
-        logits of the last token only. The logits of all tokens would take 5 GiB, for 32 samples
-        with sources of 1024 x 1024 pixels. So prompts go into the cache in pieces, here of 64
-        tokens, and only the last piece's logits are returned."""
+        logits of the last token only. A source makes a prompt long, and the logits of all its
+        tokens would take gigabytes. So prompts go into the cache in pieces, and only the last
+        piece's logits are returned. 64 tokens are few enough."""
         if cache is None:
             return super().forward(ids, position_ids, bias)
         for start in range(0, ids.shape[1], 64):
@@ -88,7 +88,7 @@ class EditWrapper(grpo.GLMImageWrapper):
             # The DiT needs a picture of that size.
             source = source.resize((32 * w, 32 * h))
             codes = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)  # each as 2 x 2
-            grid = torch.tensor([[1, 2 * h, 2 * w]])  # one source; read on the CPU
+            grid = torch.tensor([[1, 2 * h, 2 * w]])  # of one source, in patches of the DiT
             codes = codes.flatten().to(grpo.DEVICE)
             for row in group:
                 # The keyword arguments have an item for each image that the pipeline paints at

@@ -1,5 +1,5 @@
 """Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures, each with a
-text beside it: fox.png, fox.txt. GRPO can follow, without its KL, which would undo the SFT:
+text beside it: fox.png, fox.txt. GRPO can follow, without its KL to the model before SFT:
 
     python -m examples.sft my_pictures --out runs/mine
     python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
@@ -19,7 +19,7 @@ def load_pictures(folder, size, seed):
         files = sorted(Path(folder).iterdir())
     paths = [path for path in files if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")]
     stems = [path.stem for path in paths]
-    for path in files:  # a picture without a text is found below, when the text is read
+    for path in files:
         if path.suffix == ".txt" and path.stem not in stems:
             raise grpo.BadInput(f"{path}: there is no picture {path.stem}.png or .jpg beside it")
     if len(paths) < 2:  # at least one is held out
@@ -75,11 +75,11 @@ class SFTTrainer(grpo.GRPOTrainer):
                 loss.backward()
                 total += loss.item()
             grad_norm = self.update_weights()
-            self.log(step, dict(loss=total, grad_norm=grad_norm))
+            self.log(step, dict(loss=total, grad_norm=grad_norm))  # may call save_samples
 
     @torch.no_grad()
     def save_samples(self, step):
-        """Also prints the held-out loss. Of the first 8 texts, it draws the held-out ones first."""
+        """Also prints the held-out loss. Samples are of the first 8 texts, held-out ones first."""
         loss = sum(self.compute_losses(self.held_out_rows))
         print(f"after {step} steps: held-out loss {loss:.4g}", flush=True)
         super().save_samples(step)
@@ -89,10 +89,10 @@ if __name__ == "__main__":
         if len(sys.argv) < 2 or sys.argv[1].startswith("-") or grpo.WORLD_SIZE > 1:
             raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
         folder, *flags = sys.argv[1:]
-        # `forward` divides the logits by the temperature: here 1, in grpo.py GLM-Image's own, 0.9.
+        # The model itself is fitted, so its logits are not divided by a temperature.
         config = grpo.parse_args(flags, temperature=1.0)
         texts, pictures = load_pictures(folder, (config.width, config.height), config.seed)
-        grpo.check_before_loading(config, texts, targets=None, rewards={})  # --out and others
+        grpo.check_before_loading(config, texts, targets=None, rewards={})  # --out, --adapter
         wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
         SFTTrainer(config, wrapper, texts, encode_pictures(wrapper.pipe, pictures)).train()
     except grpo.BadInput as error:
