@@ -20,35 +20,33 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import collections, contextlib, dataclasses, functools, inspect, json, math
-import os, re, runpy, sys, time, typing
+import argparse, collections, contextlib, dataclasses, functools, importlib, io, json
+import math, os, pkgutil, re, sys, time, typing
 from pathlib import Path
-import diffusers, safetensors.torch, torch, transformers
+import diffusers, filelock, safetensors.torch, torch, transformers
 import numpy as np
-from PIL import Image, ImageColor
+from PIL import Image, ImageColor, ImageOps
 from torch import nn
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these variables
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-GPU_GIB = torch.cuda.get_device_properties(0).total_memory / 2**30 if CUDA else 0
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
+GPU_GIB = torch.cuda.get_device_properties(DEVICE).total_memory / 2**30 if CUDA else 0
 
 class BadInput(ValueError):
-    """The user's input is invalid. `main` prints the message on one line."""
+    """Something that the user gave is wrong. `main` prints the message on one line."""
 
-@contextlib.contextmanager
-def input_errors(what, kinds=Exception):
-    """Inside the `with` block, errors of these kinds mean that the input `what` is invalid."""
+def attempt(what, function, *args, **kwargs):
+    """Calls a function that fails only if the input that is called `what` is wrong."""
     try:
-        yield
-    except kinds as error:
+        return function(*args, **kwargs)
+    except Exception as error:
         raise BadInput(f"{what}: {error}") from error
 
 # --- Settings -----------------------------------------------------------------
-# Each field is a flag: `python grpo.py --group-size 8`, or --group_size. A file grpo.json in the
-# model's folder may have other defaults. A GPU of 22 GiB or less gets a small GLM-Image by default.
-SMALL_MODEL = os.path.relpath(Path(__file__).parent / "examples/tiny-glm-image")
+# Each field is a flag: `python grpo.py --group-size 8`, or --group_size.
+TINY_MODEL = str(Path(__file__).resolve().parent / "examples/tiny-glm-image")
 
 def flag(default, text):
     return transformers.hf_argparser.HfArg(default=default, help=text)
@@ -56,41 +54,68 @@ def flag(default, text):
 @dataclasses.dataclass
 class Config:
     # What is trained, and on what
-    model: str = flag("zai-org/GLM-Image" if GPU_GIB > 22 else SMALL_MODEL, "hub id or folder")
+    model: str = flag(TINY_MODEL, "hub id or folder; GLM-Image itself is zai-org/GLM-Image")
     adapter: str | None = flag(None, "folder of LoRA weights to begin with")
-    prompts: str | None = flag(None, "text file, one prompt a line; None: prompts.txt")
-    reward: str = flag("color", "color, mse or file.py:function; several: color=1,my.py:f=.2")
+    prompts: str | None = flag(None, "text file with a prompt on each line; default: prompts.txt")
+    reward: str = flag("color", "color, mse or file.py:function; a weighted sum: color,my.py:f=.2")
     # GRPO
-    steps: int = flag(100, "training steps")
-    group_size: int = flag(4, "images per prompt")
+    steps: int = flag(100, "number of steps, counting those before --resume")
+    group_size: int = flag(4, "images per prompt; try 8 or 16 if the reward is noisy")
     batch_size: int = flag(8, "prompts per step, shared by all GPUs")
-    micro_batch_size: int = flag(4, "images decoded, or trained on, at a time")
-    num_iterations: int = flag(1, "updates per rollout")
+    micro_batch_size: int = flag(4, "images decoded or trained on at a time; fewer save memory")
+    num_iterations: int = flag(1, "updates per rollout; 2 costs little, as rollouts take longest")
     lr: float = flag(5e-5, "learning rate of AdamW")
-    clip_range: float = flag(0.2, "epsilon of PPO's clip")
-    kl_coef: float = flag(0.01, "weight of the KL to the base model")
-    max_grad_norm: float = flag(1.0, "largest norm of a gradient")
-    lora_rank: int = flag(32, "rank of the LoRA")
+    clip_range: float = flag(0.2, "how far a ratio may move from 1 before PPO clips it")
+    kl_coef: float = flag(0.01, "weight of the KL to the base model; 0 turns it off")
+    max_grad_norm: float = flag(1.0, "gradients with a larger norm are scaled down to it")
+    lora_rank: int = flag(32, "rank of the LoRA; more can learn more and takes more memory")
     # The model
-    width: int = flag(512, "multiple of 32 pixels")
-    height: int = flag(512, "multiple of 32 pixels")
-    temperature: float | None = flag(None, "logits are divided by it; None: the model's")
-    top_p: float | None = flag(None, "nucleus sampling; None: the model's")
-    decode_steps: int = flag(20, "denoising steps of the DiT")
-    guidance: float = flag(1.5, "classifier-free guidance of the DiT; 1 is off")
-    offload: typing.Literal["auto", "on", "off"] = flag("auto", "one half at a time; auto: <60 GiB")
+    width: int = flag(512, "of the images in pixels, a multiple of 32")
+    height: int = flag(512, "of the images in pixels, a multiple of 32")
+    temperature: float | None = flag(None, "divides the logits; default: the model's own")
+    top_k: int | None = flag(None, "draw from the k likeliest codes; 0: all; default: as above")
+    top_p: float | None = flag(None, "draw from the likeliest codes that sum to p; default: same")
+    decode_steps: int = flag(20, "denoising steps of the DiT; fewer are faster and less detailed")
+    guidance: float = flag(1.5, "classifier-free guidance of the DiT; 1 turns it off")
+    offload: typing.Literal["auto", "on", "off"] = flag(
+        "auto", "keep only one half of the model on the GPU; auto: if it has less than 60 GiB")
+    compile: bool = flag(False, "torch.compile the layers: a slow start, then faster steps")
     # The run
-    out: str | None = flag(None, "new folder for the run; None: runs/<date-time>")
-    resume: str | None = flag(None, "folder of a run to continue")
-    save_every: int = flag(10, "steps between saves of pictures and adapters")
+    out: str | None = flag(None, "new folder for the run; default: runs/<date-time>-<process id>")
+    resume: str | None = flag(None, "folder of a run to continue, with its settings")
+    save_every: int = flag(10, "steps between two saves of pictures and adapters")
+    wandb: str | None = flag(None, "project of Weights & Biases that the run is logged to")
     seed: int = flag(0, "seed of everything random")
 
 # --- The maths of GRPO: pure functions of tensors -----------------------------
+def compute_policy_logprobs(logits, allowed=None):
+    """log pi(code), the distribution of the policy, defined once for sampler and trainer.
+    logits [.., V], fp32; allowed [.., V], bool: codes that top-k and top-p left, or None for all
+    -> log-probs [.., V]. The trap of top-k and top-p: pi(code) = softmax(code) / (sum of the
+    softmax over the allowed codes). A trainer without the division, or with the codes that its new
+    weights would allow, has the log-probs of a policy that did not sample. So the sampler keeps its
+    allowed codes for the trainer (2512.02556). Here the reference gets them as well, because its KL
+    would otherwise count what was cut off."""
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed.to(logits.device), -math.inf)
+    return logits.log_softmax(dim=-1)
+
+def sample_codes(logprobs, uniform):
+    """Inverse-CDF sampling: logprobs [N, V], random numbers in 0..1 [N, 1] -> codes [N, 1].
+    A sample with random numbers of its own does not depend on what else is in the batch."""
+    cdf = logprobs.double().exp().cumsum(1)
+    point = uniform * cdf[:, -1:]  # the last value is 1 only up to rounding
+    # right=True finds the first code whose cdf is above the point. Its chance is not 0.
+    return torch.searchsorted(cdf, point, right=True)
+
 def compute_advantages(rewards, group_size):
     """A = (r - mean of its group) / (std of its group + 1e-6). rewards [N] -> advantages [N]."""
-    # In single precision the mean of equal rewards may be off by 1e-7, and 1e-7 / 1e-6 would be an
-    # advantage of 0.1. In double precision it is 0.
+    if group_size < 2:
+        raise BadInput("--group_size must be at least 2, as a group of one has nothing to compare")
     groups = torch.as_tensor(rewards).double().view(-1, group_size)  # [P, G]
+    # A constant makes no difference. Without it, equal rewards are 0, so their mean is exact: an
+    # error of 1e-7 would become an advantage of 0.1, as it is divided by 1e-6.
+    groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1)[:, None]
     advantages /= groups.std(1)[:, None] + 1e-6  # Dr. GRPO (2503.20783) omits this division
     return advantages.flatten().float()
@@ -101,14 +126,16 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
         ratio = exp(new - old), clipped to 1 - clip_range .. 1 + clip_range
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1
-    The mean of k3 is KL(new, ref) if `new` drew the tokens (Schulman, "Approximating KL
-    Divergence"). After the first update of a rollout this is an approximation.
-    Log-probs are [N, T], advantages [N]. Only `new_logprobs` gets a gradient.
+    Log-probs are [N, T], or [N] for whole samples; advantages are [N]. Only `new_logprobs` gets a
+    gradient. The value of k3 estimates KL(new, ref) if `new` drew the tokens (Schulman,
+    "Approximating KL Divergence"), its gradient is that of KL(ref, new), and both pull `new`
+    towards `ref`.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
-    if advantages.shape != new_logprobs.shape[:-1]:  # [N, T] would broadcast silently
+    if advantages.shape != new_logprobs.shape[:1]:  # [N, T] would broadcast silently
         raise ValueError(f"advantages must be [N], one for each row: {advantages.shape}")
-    A = advantages.detach().to(new_logprobs)[:, None]  # [N, 1]
+    A = advantages.detach().to(new_logprobs)
+    A = A.view(-1, *[1] * (new_logprobs.dim() - 1))  # [N, 1]
     ratio = (new_logprobs - old_logprobs.detach()).exp()  # [N, T]
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * A
@@ -125,18 +152,48 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     metrics["loss"] = loss
     return loss, {name: value.item() for name, value in metrics.items()}
 
-# --- Rewards and prompts ------------------------------------------------------
+# --- Prompts and pictures -----------------------------------------------------
+def open_image(path):
+    """A picture as its owner sees it -> PIL image in RGB: upright, and white where transparent."""
+    image = ImageOps.exif_transpose(Image.open(path))
+    if image.mode[0] in "IF":  # PIL would cut off what is above 255
+        raise BadInput(f"{path}: has more than 8 bits per channel")
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+def load_prompts(path):
+    """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, paths of targets or None.
+    Unlike `str.splitlines`, it ends a line only at \\n, \\r\\n or \\r."""
+    path = Path(path or Path(__file__).with_name("prompts.txt"))
+    prompts = []
+    targets = []  # paths: pictures would fill the memory
+    for number, line in enumerate(attempt(path, path.read_text, "utf-8-sig").split("\n"), start=1):
+        where = f"--prompts {path}, line {number}"
+        prompt, *target = [part.strip() for part in line.rstrip().split("\t")]
+        if prompt.startswith("#") or not line.strip():
+            continue
+        if not prompt or len(target) > 1 or re.search('[\0\ufeff]|^{"', line):
+            raise BadInput(f"{where}: must be a prompt, or a prompt, a tab and a path: {line!r}")
+        prompts.append(prompt)
+        targets.append(path.parent / target[0] if target else None)
+        if target:
+            attempt(where, open_image, targets[-1])
+    if not prompts or path.suffix in (".csv", ".json"):
+        raise BadInput(f"--prompts {path}: must be a text file with a prompt on each line")
+    return prompts, targets
+
+# --- Rewards ------------------------------------------------------------------
 # A reward is any function that gives each image a finite number, higher is better. Only differences
 # within a group matter. `--reward mine.py:bright` takes this one from mine.py:
 #     def bright(images, prompts, targets):  # PIL images, texts, PIL images to imitate or None
 #         return [image.convert("L").resize((1, 1)).getpixel((0, 0)) for image in images]
-COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
+COLORS = {name: torch.tensor(ImageColor.getrgb(name)).float() / 255  # [3], in 0..1
           for name in "red orange yellow green blue purple white black".split()}
 
 def pil_to_tensor(images):
     """PIL images of one size -> [N, 3, H, W], fp32 in 0..1."""
     pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
-    return torch.tensor(pixels).movedim(3, 1) / 255
+    return torch.tensor(pixels).movedim(3, 1).float() / 255
 
 def find_color(prompt):
     """The first color word of the prompt -> [3], in 0..1."""
@@ -161,76 +218,85 @@ REWARDS = {"color": reward_color, "mse": reward_mse}
 def load_rewards(text):
     """Text such as color=1,mine.py:sharp=.2 -> {name: (function, weight)}; no weight means 1."""
     rewards = {}
-    run_once = functools.cache(run_file)  # once for all rewards of a file
+    import_once = functools.cache(import_file)  # once for all rewards of a file
     for part in text.split(","):
-        name, _, weight = part.strip().partition("=")
-        path, _, attribute = name.rpartition(":")
-        function = run_once(path).get(attribute) if path else REWARDS.get(name)
-        if not callable(function):
-            raise BadInput(f"--reward {name}: there is no such function")
-        with input_errors(f"--reward {part}: needs a function of three lists and a weight"):
-            inspect.signature(function).bind("images", "prompts", "targets")  # or raises
-            rewards[name] = function, float(weight or 1)
+        path, _, rest = part.strip().rpartition(":")
+        name, _, weight = rest.partition("=")
+        function = getattr(import_once(path), name, None) if path else REWARDS.get(name)
+        if not callable(function) or name in rewards:
+            raise BadInput(f"--reward {part}: needs a function, once, and no comma in its path")
+        rewards[name] = function, attempt(f"--reward {part}", float, weight or 1)
     return rewards
 
-def run_file(path):
-    """Runs a Python file, which may import its neighbours -> {name: what it defines}."""
-    if not os.path.isfile(path):
+def import_file(path):
+    """Imports a file as a module under its own name: so it can import its neighbours, and processes
+    that it starts can find its functions. No other module may have the name of one of these."""
+    path = Path(path).resolve()
+    if not path.is_file():
         raise BadInput(f"--reward: there is no file {path}")
-    sys.path.append(os.path.dirname(os.path.abspath(path)))
-    return runpy.run_path(path)
+    for finder, name, _ in pkgutil.iter_modules([str(path.parent)]):
+        file = finder.find_spec(name).origin
+        loaded = getattr(sys.modules.get(name), "__file__", None) or file
+        if os.path.realpath(loaded) != file:
+            raise BadInput(f"--reward: {file} and {loaded} have the same name; rename one")
+    sys.path.insert(0, str(path.parent))
+    sys.modules.pop(path.stem, None)  # in a notebook, the file may have changed
+    return importlib.import_module(path.stem)
 
 @torch.no_grad()
 def compute_rewards(images, prompts, targets, rewards):
-    """Calls each of {name: (function, weight)} -> their weighted sum [N], {metric: mean}."""
-    total = torch.zeros(len(images))
+    """Calls each of {name: (function, weight)} -> their weighted sum [N], fp64, {metric: mean}.
+    Each gets copies of its own, so that what it sorts or paints over does not matter to others."""
+    N = len(images)
+    total = torch.zeros(N, dtype=torch.float64)
     metrics = {}
     for name, (function, weight) in rewards.items():
-        copies = [image.copy() for image in images]  # a reward may paint over them
-        values = list(function(copies, prompts, targets))
-        scores = torch.tensor([float(value) for value in values])
-        if len(scores) != len(images) or not scores.isfinite().all():
-            raise ValueError(f"{name} must give {len(images)} finite numbers: {values}")
+        values = function([image.copy() for image in images], list(prompts),
+                          [target and open_image(target) for target in targets])
+        wrong = f"--reward {name}: must give {N} finite numbers and gave {values!r:.200}"
+        scores = attempt(wrong, torch.as_tensor, values, dtype=torch.float64, device="cpu")
+        if scores.shape not in [(N,), (N, 1)] or not scores.isfinite().all():
+            raise BadInput(wrong)
         metrics[f"reward/{name}"] = scores.mean().item()
-        total += weight * scores
+        total += weight * scores.flatten()
     metrics["reward"] = total.mean().item()
     return total, metrics
 
-def load_prompts(path):
-    """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, targets or None."""
-    path = Path(path or Path(__file__).with_name("prompts.txt"))
-    prompts = []
-    targets = []
-    with input_errors(f"--prompts {path}"):
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    for line in lines:
-        prompt, tab, target = line.strip().partition("\t")
-        if prompt and not prompt.startswith("#"):
-            prompts.append(prompt)
-            with input_errors(f"--prompts {path}: the target of {prompt!r}"):
-                targets.append(Image.open(path.parent / target).convert("RGB") if tab else None)
-    if not prompts:
-        raise BadInput(f"--prompts {path}: has no prompts")
-    return prompts, targets
+def try_rewards(rewards, prompts, targets, config):
+    """Calls them for blank images of 8 prompts, to find mistakes before a model is loaded."""
+    rows = np.arange(len(prompts))[:8].repeat(config.group_size)
+    blank = [Image.new("RGB", (config.width, config.height))] * len(rows)
+    scores, _ = compute_rewards(
+        blank, [prompts[i] for i in rows], [targets[i] for i in rows], rewards)
+    compute_advantages(scores, config.group_size)
+    if REWARDS["color"] in [function for function, _ in rewards.values()]:
+        for prompt in prompts:
+            find_color(prompt)  # or raises
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------
 class LoRA:
     """W x becomes W x + 2 B A x, where W is frozen, B begins at 0, and 2 is alpha / rank.
     `layers` is a regex for the names of linear layers. `weights` has the adapters A [rank, in] and
     B [out, rank] of each, under peft's names. They are fp32: in bf16, 0.02 + 5e-5, a weight and an
-    Adam step, is 0.02. A model can have only one LoRA, as its hooks are never removed."""
+    Adam step, is 0.02. A model has one LoRA at a time; a new one takes the place of the old."""
     def __init__(self, model, layers, rank):
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
         self.enabled = True
         self.weights = {}
+        for hook in getattr(model, "lora_hooks", []):
+            hook.remove()
+        model.lora_hooks = []
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
-                A = nn.Linear(linear.in_features, rank, bias=False).to(DEVICE).weight
-                B = nn.Parameter(torch.zeros(linear.out_features, rank, device=DEVICE))
+                A = nn.Linear(linear.in_features, rank, bias=False, dtype=torch.float32)
+                B = torch.zeros(linear.out_features, rank, dtype=torch.float32, device=DEVICE)
+                A = A.to(DEVICE).weight
+                B = nn.Parameter(B)
                 self.weights[f"base_model.model.{name}.lora_A.weight"] = A
                 self.weights[f"base_model.model.{name}.lora_B.weight"] = B
-                linear.register_forward_hook(functools.partial(self.add_low_rank, A, B))
+                hook = functools.partial(self.add_low_rank, A, B)
+                model.lora_hooks.append(linear.register_forward_hook(hook))
 
     def add_low_rank(self, A, B, linear, inputs, output):
         if self.enabled:
@@ -247,25 +313,35 @@ class LoRA:
         finally:
             self.enabled = True
 
-    def save(self, folder):
-        os.makedirs(folder, exist_ok=True)
-        Path(folder, "adapter_config.json").write_text(json.dumps(self.config))
-        safetensors.torch.save_file(self.weights, Path(folder, "adapter_model.safetensors"))
+    def save(self, folder, base_model):
+        """Writes an adapter as peft does; `base_model` is the hub id or folder of the model."""
+        folder.mkdir(exist_ok=True)
+        config = json.dumps(self.config | dict(base_model_name_or_path=base_model))
+        write_file(folder / "adapter_config.json", config.encode())
+        write_file(folder / "adapter_model.safetensors", safetensors.torch.save(self.weights))
 
     def load(self, saved):
-        if saved.keys() != self.weights.keys():
-            raise BadInput("--adapter: its layers are not those of the model")
+        """saved: {name: weight}, as `weights` and as `read_adapter` gives them."""
+        for name, weight in self.weights.items():
+            if saved.keys() != self.weights.keys() or saved[name].shape != weight.shape:
+                raise BadInput("--adapter: does not have the layers or the rank of this LoRA")
         for name, weight in self.weights.items():
             weight.data.copy_(saved[name])
 
 def read_adapter(folder, rank):
-    """The weights of a peft adapter, which must have this rank, and alpha = 2 * rank as in LoRA."""
-    with input_errors(f"--adapter {folder}: cannot be read"):
-        config = json.loads(Path(folder, "adapter_config.json").read_text())
-        scale = config["lora_alpha"] / config["r"]
-        weights = safetensors.torch.load_file(Path(folder, "adapter_model.safetensors"))
-    if config["r"] != rank or scale != 2 or config.get("use_rslora"):
-        raise BadInput(f"--adapter {folder}: needs --lora_rank {config['r']} and alpha = 2 * rank")
+    """The weights of a peft adapter, which must be a plain LoRA of this rank, alpha = 2 * rank."""
+    what = f"--adapter {folder}"
+    text = attempt(what, Path(folder, "adapter_config.json").read_text)
+    config = attempt(what, json.loads, text)
+    odd = "use_|pattern|_config|replication|alora|init_lora_weights=(?!True|False|gaussian)"
+    settings = [f"{name}={value}" for name, value in config.items() if value]
+    odd = [setting for setting in settings if re.search(odd, setting)]
+    if odd or config.get("r") != rank or config.get("lora_alpha") != 2 * rank:
+        raise BadInput(f"{what}: needs --lora_rank {config.get('r')}, alpha = 2 * rank, no {odd}")
+    file = Path(folder, "adapter_model.safetensors")
+    weights = attempt(what, safetensors.torch.load_file, file)
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise BadInput(f"{what}: has weights that are not finite")
     return weights
 
 # --- What the trainer asks of a model -----------------------------------------
@@ -273,10 +349,9 @@ def read_adapter(folder, rank):
 class Rollout:
     """What the sampler gives: N samples, in the order p0 p0 p1 p1."""
     prompts: list  # N texts
-    images: list  # N PIL images
     tokens: torch.Tensor  # [N, T], the drawn codes
     logprobs: torch.Tensor  # [N, T], their log-probs at that time
-    nuclei: torch.Tensor | None  # [N, T, V], bool: the codes that top-p kept; None: all
+    allowed: torch.Tensor | None  # [N, T, V], bool: codes that top-k and top-p left; None: all
 
     def part(self, rows):
         values = vars(self).values()
@@ -288,13 +363,19 @@ class PolicyWrapper(typing.Protocol):
     policy: nn.Module  # frozen; the trainer adds LoRA to it, and trains nothing else
     lora_layers: str  # a regex for the names of its linear layers that get LoRA
 
-    def generate_with_tracking(self, prompts, group_size, seeds):
-        """Steps 1 and 2, keeping what step 5 needs: P prompts, a seed for each -> a Rollout of N
-        samples. Equal seeds give equal samples, whatever else is in the batch."""
+    def sample(self, prompts, group_size, seeds):
+        """Step 1: P prompts, a seed for each -> a Rollout of N samples. Equal seeds give equal
+        samples, whatever else is in the batch."""
+
+    def decode(self, prompts, tokens, seeds):
+        """Step 2: P prompts and seeds, the tokens of N samples -> N PIL images."""
 
     def compute_logprobs(self, rollout):
         """Scores the rollout's tokens under the current policy -> log-probs with a gradient,
         entropies without, both [B, T]."""
+
+    def check_prompts(self, prompts):
+        """Raises BadInput for a prompt that the model cannot read. This may be left out."""
 
 # --- The trainer --------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
@@ -307,12 +388,14 @@ def choose_prompts(step, num_prompts, config):
         epoch, place = divmod(count, num_prompts)
         order = np.random.default_rng([config.seed, epoch]).permutation(num_prompts)
         indices.append(order[place])
-        # A million seeds for each value of --seed. The first million is for `save_samples`.
+        # Seeds 0 to 7 are for `save_samples`. Each --seed has a million of its own from here on.
         seeds.append(1_000_000 * (config.seed + 1) + count)
     return indices, seeds
 
 class GRPOTrainer:
-    """Trains a PolicyWrapper. rewards: {name: (function, weight)}; targets: images to imitate."""
+    """Trains a PolicyWrapper. rewards: {name: (function, weight)}; targets: paths of pictures to
+    imitate, or None. `out`, the folder of the run, gets settings, metrics, pictures, adapters, and
+    a checkpoint."""
     def __init__(self, config, wrapper, prompts, rewards, targets=None):
         self.config = config
         self.wrapper = wrapper
@@ -320,83 +403,101 @@ class GRPOTrainer:
         self.rewards = rewards
         self.targets = targets or [None] * len(prompts)
         self.history = []  # one row a step
+        self.in_step = False
+        self.wandb = None
+        wrapper.check_prompts(prompts)
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
+        default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.out = Path(config.resume or config.out or default).absolute()
         if config.resume:
             self.load_checkpoint()
         elif config.adapter:
             self.lora.load(read_adapter(config.adapter, config.lora_rank))
         if RANK == 0:  # only one process writes
-            default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-            self.out = Path(config.resume or config.out or default)
-            # `mkdir` fails if the folder exists, so that two runs never share one.
-            with input_errors("--out must be a new folder"):
-                self.out.mkdir(parents=True, exist_ok=bool(config.resume))
+            self.open_folder()
+
+    def open_folder(self):
+        config = self.config
+        self.out.mkdir(parents=True, exist_ok=bool(config.resume))  # two runs never share one
+        self.lock = filelock.FileLock(self.out / ".lock", timeout=0, is_singleton=True)
+        attempt("--resume: another process trains in this folder", self.lock.acquire)
+        settings = vars(config) | dict(out=None, resume=None)
+        write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
+        if not self.history:
             self.save_checkpoint()  # so that step 1 can be resumed
-            print(f"model: {config.model} on {DEVICE}, files: {self.out}", flush=True)
+        if config.wandb:
+            import wandb  # pip install wandb
+            self.wandb = wandb
+            wandb.init(project=config.wandb, name=self.out.name, dir=self.out, config=settings)
+        print(f"model: {config.model} on {DEVICE}, files: {self.out}, next step: "
+              f"{len(self.history) + 1} of {config.steps}", flush=True)
 
     def train(self):
         config = self.config
+        if self.in_step:  # a notebook's Ctrl-C came before the checkpoint of a step
+            self.load_checkpoint()
         if RANK == 0 and not self.history:
             self.save_samples(0)  # before training
+        started = time.perf_counter()
         for step in range(len(self.history) + 1, config.steps + 1):
-            started = time.perf_counter()
+            self.in_step = True
             indices, seeds = choose_prompts(step, len(self.prompts), config)
             prompts = [self.prompts[i] for i in indices]
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
-            # 1. Sample and 2. decode.
-            rollout = self.wrapper.generate_with_tracking(prompts, config.group_size, seeds)
+            # 1. Sample.
+            rollout = self.wrapper.sample(prompts, config.group_size, seeds)
+            # 2. Decode.
+            images = self.wrapper.decode(prompts, rollout.tokens, seeds)
             # 3. Score.
-            rewards, metrics = compute_rewards(
-                rollout.images, rollout.prompts, targets, self.rewards)
+            rewards, metrics = compute_rewards(images, rollout.prompts, targets, self.rewards)
             # 4. Compare.
             advantages = compute_advantages(rewards, config.group_size)
             # 5. Update.
             metrics |= self.train_step(rollout, advantages)
             # 6. Log.
-            groups = rewards.double().view(-1, config.group_size)
-            metrics["reward_std"] = groups.std(1).mean().item()
-            metrics["seconds"] = time.perf_counter() - started
+            metrics["reward_std"] = rewards.view(-1, config.group_size).std(1).mean().item()
+            metrics["seconds"] = time.perf_counter() - started  # with the saving of the last step
+            started = time.perf_counter()
             self.log(step, metrics)
+            self.save(step)
+            self.in_step = False
 
+    @torch.enable_grad()  # a reward's file may have turned them off
     def train_step(self, rollout, advantages):
         """Step 5: the updates from one rollout; advantages [N] -> {metric: float}. Micro-batches
         only save memory: each counts by its share of the samples, so the gradient is the same."""
         config = self.config
         N = len(advantages)
-        old_logprobs = {}  # {start: [B, T]}
+        starts = range(0, N, config.micro_batch_size)
+        parts = [rollout.part(slice(i, i + config.micro_batch_size)) for i in starts]
+        ref_logprobs = [None] * len(parts)
+        if config.kl_coef > 0:  # the reference is the policy without its adapters: no second model
+            with torch.no_grad(), self.lora.disabled():
+                ref_logprobs = [self.wrapper.compute_logprobs(part)[0] for part in parts]
+        old_logprobs = [None] * len(parts)
         totals = collections.Counter()  # `update` adds to it
         self.optimizer.zero_grad()  # drops those of an interrupted step
         for iteration in range(config.num_iterations):
-            for start in range(0, N, config.micro_batch_size):
-                rows = slice(start, start + config.micro_batch_size)
-                part = rollout.part(rows)
-                ref = self.compute_ref_logprobs(part)  # [B, T]
-                new_logprobs, entropy = self.wrapper.compute_logprobs(part)  # [B, T]
+            for i, A in enumerate(advantages.split(config.micro_batch_size)):
+                new_logprobs, entropy = self.wrapper.compute_logprobs(parts[i])  # [B, T]
                 # The trap of bf16: the sampler rounds differently, so with its log-probs the ratio
                 # would not begin at 1. The old log-probs are those of the first pass here.
-                old = old_logprobs.setdefault(start, new_logprobs.detach())
+                if iteration == 0:
+                    old_logprobs[i] = new_logprobs.detach()
                 loss, metrics = compute_grpo_loss(
-                    new_logprobs, old, advantages[rows], config.clip_range, ref, config.kl_coef)
+                    new_logprobs, old_logprobs[i], A, config.clip_range,
+                    ref_logprobs[i], config.kl_coef)
                 metrics["entropy"] = entropy.mean().item()
-                share = len(new_logprobs) / N
+                # How far the sampler and the trainer disagree: by rounding only, if all is well.
+                gap = parts[i].logprobs.to(DEVICE) - old_logprobs[i]
+                metrics["sampler_gap"] = gap.abs().mean().item()
+                share = len(A) / N
                 (loss * share / WORLD_SIZE).backward()
                 totals.update({name: share * value for name, value in metrics.items()})
             totals["grad_norm"] += self.update_weights()
-        metrics = {name: total / config.num_iterations for name, total in totals.items()}
-        # How far the sampler and the trainer disagree: by rounding only, if all is well.
-        gap = rollout.logprobs - torch.cat([*old_logprobs.values()]).cpu()
-        metrics["sampler_gap_max"] = gap.abs().max().item()
-        return metrics
-
-    @torch.no_grad()
-    def compute_ref_logprobs(self, rollout):
-        """The reference is the policy without its adapters, so that no second model is needed."""
-        if self.config.kl_coef == 0:
-            return None
-        with self.lora.disabled():
-            return self.wrapper.compute_logprobs(rollout)[0]
+        return {name: total / config.num_iterations for name, total in totals.items()}
 
     def update_weights(self):
         weights = list(self.lora.weights.values())
@@ -410,95 +511,117 @@ class GRPOTrainer:
         return grad_norm.item()
 
     def log(self, step, metrics):
-        """Step 6. There is a checkpoint after every step, so that a failure costs at most one."""
+        """Step 6: adds a row to the history, with the means over all GPUs, and prints it."""
         metrics["gpu_gib_max"] = torch.cuda.max_memory_allocated() / 2**30
-        row = dict(step=step) | merge_over_gpus(metrics)
+        if WORLD_SIZE > 1:
+            values = torch.tensor([*metrics.values()], dtype=torch.float64, device=DEVICE)
+            torch.distributed.all_reduce(values)
+            metrics = dict(zip(metrics, (values / WORLD_SIZE).tolist()))
+        row = dict(step=step) | metrics
         self.history.append(row)
+        if self.wandb:
+            self.wandb.log(row, step=step)
+        parts = [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
+        names = "reward_std loss kl entropy grad_norm sampler_gap seconds".split()
+        if RANK == 0:
+            print(*[f"{name} {row[name]:<10.4g}" for name in ["step", "reward", *parts, *names]
+                    if name in row], flush=True)
+
+    def save(self, step):
+        """There is a checkpoint after every step, so that a failure costs at most one."""
         if RANK > 0:
             return
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
-        # The whole file anew, as a kill may have cut its last row. JSON has null for NaN.
-        rows = [re.sub("NaN|-?Infinity", "null", json.dumps(row)) for row in self.history]
-        (self.out / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+        rows = "".join([json.dumps(row) + "\n" for row in self.history])
+        rows = re.sub(": (NaN|-?Infinity)", ": null", rows)  # JSON has no NaN
+        write_file(self.out / "metrics.jsonl", rows.encode())
         self.save_checkpoint()
-        names = "step reward reward_std loss kl entropy grad_norm sampler_gap_max".split()
-        names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
-        print(*[f"{name} {row[name]:<8.4g}" for name in names if name in row], flush=True)
-        if row.get("reward_std") == 0:
-            print("All groups had equal rewards: this step taught nothing.", flush=True)
 
     def save_samples(self, step):
         """Pictures of the first prompts, always from the same seeds, and the adapter they show."""
         prompts = self.prompts[:8]
-        rollout = self.wrapper.generate_with_tracking(prompts, 1, range(len(prompts)))
-        sheet = diffusers.utils.make_image_grid(rollout.images, 1, len(prompts))
-        sheet.save(self.out / f"samples_{step:05d}.png")
-        self.lora.save(self.out / f"adapter_{step:05d}")
+        seeds = range(len(prompts))
+        rollout = self.wrapper.sample(prompts, 1, seeds)
+        images = self.wrapper.decode(prompts, rollout.tokens, seeds)
+        sheet = diffusers.utils.make_image_grid(images, 1, len(prompts))
+        attempt(self.out, sheet.save, self.out / f"samples_{step:05d}.png")
+        self.lora.save(self.out / f"adapter_{step:05d}", self.config.model)
+        if self.wandb:
+            self.wandb.log({"samples": self.wandb.Image(sheet)}, step=step)
 
     def save_checkpoint(self):
-        """Written under another name first, so that a kill cannot leave half a checkpoint."""
-        state = dict(config=vars(self.config), prompts=self.prompts, history=self.history,
-                     adapter=self.lora.weights, optimizer=self.optimizer.state_dict())
-        partial = self.out / "checkpoint.part"
-        torch.save(state, partial)
-        partial.replace(self.out / "checkpoint.pt")
+        state = dict(history=self.history, adapter=self.lora.weights,
+                     optimizer=self.optimizer.state_dict())
+        file = io.BytesIO()
+        torch.save(state, file)
+        write_file(self.out / "checkpoint.pt", file.getbuffer())
 
     def load_checkpoint(self):
-        state = read_checkpoint(self.config.resume)
-        check_resume(state, self.config, self.prompts)
+        what = f"--resume {self.out}"
+        # With `weights_only` the file cannot run code.
+        state = attempt(what, torch.load, self.out / "checkpoint.pt", "cpu", weights_only=True)
         self.history = state["history"]
+        if len(self.history) >= self.config.steps:
+            raise BadInput(f"{what}: its steps are done; raise --steps")
         self.lora.load(state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.param_groups[0]["lr"] = self.config.lr  # it may be typed anew
 
-# --- The files and metrics of a run -------------------------------------------
-def read_checkpoint(folder):
-    """What `save_checkpoint` wrote. With `weights_only` the file cannot run code."""
-    with input_errors(f"--resume {folder}: holds no run of this grpo.py"):
-        state = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True)
-        Config(**state["config"])  # fails if a setting is unknown
-    return state
+def write_file(path, data):
+    """Bytes are written under another name first, so that a kill or a full disk spares the file."""
+    partial = path.with_name(f"{path.name}.part")
+    try:
+        attempt(path, partial.write_bytes, data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
-def check_resume(state, config, prompts):
-    """The weights or the order of the prompts depend on these settings. Others may change."""
-    for name in "model adapter batch_size lora_rank seed".split():
-        if getattr(config, name) != state["config"][name]:
-            raise BadInput(f"--{name}: was {state['config'][name]} and cannot change")
-    if state["prompts"] != prompts:
-        raise BadInput("--prompts: they differ from those of the run")
-    if len(state["history"]) >= config.steps:
-        raise BadInput(f"--resume {config.resume}: its steps are done; raise --steps")
+# --- GLM-Image, the machine room: two halves that take turns on a GPU ---------
+def fetch_tables(rope, inputs, tables):
+    return tuple([table.to(DEVICE) for table in tables])
 
-def merge_over_gpus(metrics):
-    """Merges the metrics of all processes: two by their maximum, the others by their mean."""
-    rows = [metrics] * WORLD_SIZE
-    if WORLD_SIZE > 1:
-        torch.distributed.all_gather_object(rows, metrics)
-    merged = {}
-    for name in metrics:
-        merge = np.max if name in ("sampler_gap_max", "gpu_gib_max") else np.mean
-        merged[name] = merge([row[name] for row in rows]).item()
-    return merged
+class TwoHalves:
+    """The AR half and the DiT half of a `GlmImagePipeline`, made fast and small. Numbers stay the
+    same, but for rounding."""
+    def __init__(self, pipe, config):
+        policy = pipe.vision_language_encoder  # its vision tower is not used here
+        self.ar = nn.ModuleList([policy.model.language_model, policy.lm_head])
+        self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
+        both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False).eval()
+        # A layer's activations are not kept but computed again in the backward pass. For that,
+        # `transformers` wants training mode. There is no dropout.
+        policy.activation_checkpointing_enable()
+        self.ar.train()
+        # PyTorch's RMSNorm is one kernel where that of `transformers` is eight.
+        for name, norm in self.ar.named_modules():
+            if hasattr(norm, "variance_epsilon"):
+                fused = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)
+                fused.weight = norm.weight
+                self.ar.set_submodule(name, fused)
+        # The DiT makes its rotary tables on the CPU, from where each layer would fetch them.
+        pipe.transformer.rope.register_forward_hook(fetch_tables)
+        pipe.vae.enable_slicing()  # four images at 1024 pixels take 28 GiB
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
+        if config.compile:
+            for layer in policy.model.language_model.layers:
+                layer.compile()
+            pipe.transformer.compile_repeated_blocks()
+        self.offload = config.offload == "on" or (config.offload == "auto" and 0 < GPU_GIB < 60)
+        both.to("cpu" if self.offload else DEVICE)
+        self.cpu_copies = [(weight, weight.data) for weight in both.parameters() if self.offload]
+        self.on_gpu = None  # ar or dit
 
-# --- The distribution of the policy -------------------------------------------
-def compute_policy_logprobs(logits, nucleus=None):
-    """log pi(code), the distribution of the policy, defined once for sampler and trainer.
-    logits [.., V], fp32; nucleus [.., V], bool: what top-p leaves, or None -> log-probs [.., V].
-    The trap of top-p: pi(code) = softmax(code) / (sum of the softmax over the nucleus). A trainer
-    without the division, or with a nucleus of its new weights, has the log-probs of a policy that
-    did not sample. So the sampler keeps its nuclei; the reference uses them too (2512.02556)."""
-    if nucleus is not None:
-        logits = logits.masked_fill(~nucleus.to(logits.device), -math.inf)
-    return logits.log_softmax(dim=-1)
-
-def sample_codes(logprobs, uniform):
-    """Inverse-CDF sampling: logprobs [N, V], random numbers in 0..1 [N, 1] -> codes [N, 1].
-    A sample with random numbers of its own does not depend on what else is in the batch."""
-    cdf = logprobs.double().exp().cumsum(1)
-    point = uniform * cdf[:, -1:]  # the last value is 1 only up to rounding
-    # right=True finds the first code whose cdf is above the point. Its chance is not 0.
-    return torch.searchsorted(cdf, point, right=True)
+    def move_to_gpu(self, half):
+        """With offloading, only one half is on the GPU. The weights of the other point back at
+        their copies on the CPU: they never changed, so nothing is written back."""
+        if self.offload and half is not self.on_gpu:
+            self.on_gpu = None  # so that an interrupted move begins anew
+            for weight, copy in self.cpu_copies:
+                weight.data = copy
+            torch.cuda.empty_cache()  # its fragments may leave no room
+            half.to(DEVICE)
+            self.on_gpu = half
 
 # --- GLM-Image: prompt -> tokens -> image -------------------------------------
 # Four facts, from which the code follows:
@@ -527,15 +650,8 @@ def build_position_ids(attention_mask, grids):
         start = start + max(height, width)
     return torch.cat(parts, 2)
 
-def build_bias(position_ids, dtype):
-    """What is added to the scores of attention, [B, 1, L + T, L + T]: 0 if token i (row) may see
-    token j (column), else -inf. Its rows lie a multiple of 8 apart, or each layer would copy it."""
-    real = position_ids[0] >= 0  # padding is at -1
-    # Causal. Tokens see tokens; padding sees padding, as a softmax of -inf alone is NaN.
-    visible = (real[:, None, :, None] == real[:, None, None, :]).tril()
-    bias = torch.where(visible, 0.0, -math.inf).to(dtype)
-    length = real.shape[1]
-    return nn.functional.pad(bias, (0, -length % 8))[..., :length]
+def first_given(*values):
+    return next(value for value in values if value is not None)
 
 class GLMImageWrapper(PolicyWrapper):
     """A diffusers `GlmImagePipeline`. All linear layers of attention and MLP get LoRA."""
@@ -544,51 +660,29 @@ class GLMImageWrapper(PolicyWrapper):
     def __init__(self, pipe, config):
         self.pipe = pipe
         self.config = config
-        self.policy = pipe.vision_language_encoder  # its vision tower is not used here
-        self.ar = nn.ModuleList([self.policy.model.language_model, self.policy.lm_head])
-        self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
-        self.both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False).eval()
-        # PyTorch's RMSNorm is one kernel where that of `transformers` is eight.
-        for name, norm in self.ar.named_modules():
-            if hasattr(norm, "variance_epsilon"):
-                fused = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)
-                fused.weight = norm.weight
-                self.ar.set_submodule(name, fused)
-        self.offload = config.offload == "on" or (config.offload == "auto" and 0 < GPU_GIB < 60)
-        self.both.to("cpu" if self.offload else DEVICE)
-        self.homes = [(weight, weight.data) for weight in self.both.parameters()]
-        self.on_gpu = None  # ar or dit
-        defaults = self.policy.generation_config
-        self.temperature = config.temperature or defaults.temperature or 1.0
-        self.top_p_filter = transformers.TopPLogitsWarper(config.top_p or defaults.top_p or 1.0)
-        # In training mode, transformers computes activations again in the backward pass, and has no
-        # KV cache. So `sample` needs eval mode.
-        self.policy.activation_checkpointing_enable()
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
+        self.policy = pipe.vision_language_encoder
+        self.halves = TwoHalves(pipe, config)
+        # Without flags, codes are drawn as `generate` draws them, where top-k is 50 by default.
+        own = self.policy.generation_config
+        self.temperature = first_given(config.temperature, own.temperature, 1.0)
+        top_k = first_given(config.top_k, own.top_k, 50) or 10**6  # 0 means all
+        top_p = first_given(config.top_p, own.top_p, 1.0)
+        self.filters = transformers.LogitsProcessorList(
+            [transformers.TopKLogitsWarper(top_k), transformers.TopPLogitsWarper(top_p)])
         pipe.set_progress_bar_config(leave=False, disable=None)  # shown in a terminal only
-        pipe.vae.enable_slicing()  # four images at 1024 pixels take 28 GiB
 
     @classmethod
     def from_pretrained(cls, path, config):
         """Loads a hub id or a folder: in bf16 on a GPU, in fp32 on a CPU."""
-        with input_errors(f"--model {path}", (OSError, ValueError)):
-            pipe = diffusers.GlmImagePipeline.from_pretrained(
-                path, dtype=torch.bfloat16 if CUDA else torch.float32,
-                low_cpu_mem_usage=diffusers.utils.is_accelerate_available())
+        pipe = attempt(
+            f"--model {path}", diffusers.GlmImagePipeline.from_pretrained, path,
+            dtype=torch.bfloat16 if CUDA else torch.float32,
+            low_cpu_mem_usage=diffusers.utils.is_accelerate_available())
         return cls(pipe, config)
 
-    def move_to_gpu(self, part):
-        """With offloading, `ar` and `dit` take turns on the GPU. What is trained would be lost."""
-        if self.offload and part is not self.on_gpu:
-            self.on_gpu = None  # so that an interrupted move begins anew
-            for weight, home in self.homes:
-                weight.data = home  # it is frozen, so nothing is copied back
-            torch.cuda.empty_cache()  # its fragments may leave no room
-            part.to(DEVICE)
-            self.on_gpu = part
-
     def encode(self, prompts):
-        """-> ids [B, L], position_ids [3, B, L + T], bias [B, 1, L + T, L + T]."""
+        """-> ids [B, L], mask [B, L + T], position_ids [3, B, L + T]. The mask is 1 for the codes
+        to come, too: causal attention hides them."""
         chats = [[{"role": "user", "content": [{"type": "text", "text": p}]}] for p in prompts]
         batch = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
@@ -597,51 +691,58 @@ class GLMImageWrapper(PolicyWrapper):
         # image_grid_thw has rows (1, height, width): each prompt's large grid, then its draft.
         large, draft = batch.image_grid_thw[:2, 1:].tolist()
         position_ids = build_position_ids(batch.attention_mask, [draft, large])
-        return batch.input_ids, position_ids, build_bias(position_ids, self.policy.dtype)
+        T = position_ids.shape[2] - batch.input_ids.shape[1]
+        mask = nn.functional.pad(batch.attention_mask, (0, T), value=1)
+        return batch.input_ids, mask, position_ids
 
-    def forward(self, ids, position_ids, bias, cache=None):
-        """ids [B, n] -> logits / temperature [B, n, V]. `self.policy` would ignore position_ids."""
-        language_model, lm_head = self.ar
+    def check_prompts(self, prompts):
+        for prompt in prompts:  # the processor fails for an <|image|> in a prompt
+            attempt(f"--prompts: the model cannot read {prompt!r}", self.encode, [prompt])
+
+    def forward(self, ids, mask, position_ids, num_last, cache=None):
+        """ids [B, n] -> logits / temperature of the last places [B, num_last, V]. `self.policy`
+        would ignore position_ids, so its parts are called one by one."""
+        language_model, lm_head = self.halves.ar
         hidden = language_model(
-            input_ids=ids, position_ids=position_ids, attention_mask=bias, past_key_values=cache,
-            use_cache=False).last_hidden_state  # but a cache that is given is used
+            input_ids=ids, attention_mask=mask, position_ids=position_ids, cache=cache,
+            use_cache=cache is not None).last_hidden_state
         codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
-        return lm_head(hidden)[..., :codebook_size].float() / self.temperature
+        return lm_head(hidden[:, -num_last:])[..., :codebook_size].float() / self.temperature
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
-        """Step 1. P prompts, P seeds -> tokens, logprobs [N, T], nuclei [N, T, V], on the CPU."""
-        self.move_to_gpu(self.ar)
-        self.policy.eval()
-        ids, position_ids, bias = self.encode(np.repeat(prompts, group_size).tolist())
+        """Step 1. P prompts, a seed for each -> a Rollout on the CPU."""
+        self.halves.move_to_gpu(self.halves.ar)
+        prompts = [prompt for prompt in prompts for _ in range(group_size)]
+        ids, mask, position_ids = self.encode(prompts)
         L = ids.shape[1]
-        T = position_ids.shape[2] - L
+        T = mask.shape[1] - L
         rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
-        uniform = torch.cat([torch.rand(group_size, T, generator=rng) for rng in rngs]).to(DEVICE)
-        # The first pass reads the prompts into the cache, each later one the codes just drawn.
-        cache = transformers.StaticCache(self.policy.config.text_config, L + T)
-        place = slice(L)
+        uniform = [torch.rand(group_size, T, generator=rng, dtype=torch.float32) for rng in rngs]
+        uniform = torch.cat(uniform).to(DEVICE)  # [N, T]
+        length = -(-(L + T) // 8) * 8  # fast kernels want a multiple of 8
+        cache = transformers.StaticCache(self.policy.config.text_config, length)
+        places = slice(L)
         columns = []
         for i in self.pipe.progress_bar(range(T)):
-            logits = self.forward(ids, position_ids[..., place], bias[:, :, place], cache)
-            nucleus = self.top_p_filter(None, logits[:, -1]).isfinite()  # others are -inf
-            all_logprobs = compute_policy_logprobs(logits[:, -1], nucleus)
+            # Pass 0 reads the prompts into the cache, pass i the codes drawn in pass i - 1.
+            logits = self.forward(ids, mask, position_ids[..., places], 1, cache)[:, 0]
+            allowed = self.filters(None, logits).isfinite()  # others are -inf
+            all_logprobs = compute_policy_logprobs(logits, allowed)
             ids = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
             logprobs = all_logprobs.gather(1, ids)
-            columns.append((ids.cpu(), logprobs.cpu(), nucleus[:, None].cpu()))
-            place = slice(L + i, L + i + 1)
-        return [torch.cat(column, 1) for column in zip(*columns)]
+            columns.append((ids.cpu(), logprobs.cpu(), allowed[:, None].cpu()))
+            places = slice(L + i, L + i + 1)
+        return Rollout(prompts, *[torch.cat(column, 1) for column in zip(*columns)])
 
     def compute_logprobs(self, rollout):
         """Teacher forcing: one pass -> log-probs with a gradient, entropies without, [B, T]."""
-        self.move_to_gpu(self.ar)
-        ids, position_ids, bias = self.encode(rollout.prompts)
+        self.halves.move_to_gpu(self.halves.ar)
+        ids, mask, position_ids = self.encode(rollout.prompts)
         tokens = rollout.tokens.to(DEVICE)
-        self.policy.train()  # there is no dropout
-        logits = self.forward(torch.cat([ids, tokens], 1), position_ids, bias)
-        self.policy.eval()
-        logits = logits[:, ids.shape[1] - 1:-1]  # [B, T, V]: each place predicts the next code
-        all_logprobs = compute_policy_logprobs(logits, rollout.nuclei)
+        inputs = torch.cat([ids, tokens[:, :-1]], 1)  # the last T places each predict the next code
+        logits = self.forward(inputs, mask[:, :-1], position_ids[..., :-1], tokens.shape[1])
+        all_logprobs = compute_policy_logprobs(logits, rollout.allowed)  # [B, T, V]
         entropy = torch.distributions.Categorical(logits=all_logprobs.detach()).entropy()
         return all_logprobs.gather(2, tokens[:, :, None]).squeeze(2), entropy
 
@@ -649,7 +750,7 @@ class GLMImageWrapper(PolicyWrapper):
     def decode(self, prompts, tokens, seeds, **pipe_inputs):
         """Step 2. P prompts and seeds, tokens [N, T] -> N images. A group shares its noise
         (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck."""
-        self.move_to_gpu(self.dit)
+        self.halves.move_to_gpu(self.halves.dit)
         config = self.config
         h = config.height // 32
         w = config.width // 32
@@ -667,77 +768,67 @@ class GLMImageWrapper(PolicyWrapper):
                     num_inference_steps=config.decode_steps, **pipe_inputs).images
         return images
 
-    def generate_with_tracking(self, prompts, group_size, seeds):
-        tokens, logprobs, nuclei = self.sample(prompts, group_size, seeds)
-        images = self.decode(prompts, tokens, seeds)
-        return Rollout(np.repeat(prompts, group_size).tolist(), images, tokens, logprobs, nuclei)
-
 # --- The command line ---------------------------------------------------------
 def parse_args(argv=None, **defaults):
-    """-> Config. Each setting comes from the first of these that has it: what is typed; the run to
-    resume, or else grpo.json in the model's folder; `defaults`; Config."""
+    """-> Config. A setting may come from four places; each overrides those before it:
+      1. Config  2. `defaults`  3. config.json of the run to resume, or else grpo.json in the
+      folder of the model  4. what is typed"""
     parser = transformers.HfArgumentParser(
-        Config, allow_abbrev=False, usage="python grpo.py [--group-size 8 ..]")
+        Config, allow_abbrev=False, usage="%(prog)s [--group-size 8 ..]",
+        epilog="The tiny model has other defaults, in its grpo.json.")
     parser.set_defaults(**defaults)
     typed, _ = parser.parse_known_args(argv)  # to learn --resume, --model
-    path = Path(typed.model, "grpo.json")
-    if typed.resume is not None:
-        parser.set_defaults(**read_checkpoint(typed.resume)["config"] | dict(out=None))
-    elif path.is_file():
-        with input_errors(path):
-            parser.set_defaults(**json.loads(path.read_text()))
+    path = Path(typed.resume, "config.json") if typed.resume else Path(typed.model, "grpo.json")
+    if typed.resume or path.is_file():
+        settings = attempt(path, json.loads, attempt(path, path.read_text))
+        attempt(path, Config, **settings)  # fails if a setting is unknown
+        parser.set_defaults(**settings)
     config = Config(**vars(parser.parse_args(argv)))
+    # Paths are saved with the run, which may be resumed in another directory.
+    for name in ("model", "adapter", "prompts"):
+        if os.path.exists(getattr(config, name) or ""):
+            setattr(config, name, os.path.abspath(getattr(config, name)))
+    parts = [os.path.abspath(part) if ":" in part else part for part in config.reward.split(",")]
+    config.reward = ",".join(parts)
     check_settings(config)
     return config
 
 def check_settings(config):
-    # Counts are at least 1 and other numbers at least 0, with these exceptions.
-    lowest = dict(group_size=2, seed=0, temperature=0.01, top_p=0.01, max_grad_norm=1e-9)
-    for name, kind in inspect.get_annotations(Config).items():
-        value = getattr(config, name)
-        if isinstance(value, (int, float)):
-            low = lowest.get(name, 1 if kind is int else 0)
-            high = 1 if name == "top_p" else 1e9
-            if not low <= value <= high:
-                raise BadInput(f"--{name} {value}: must be from {low} to {high:g}")
+    """What would waste hours in silence, or be found only after a model is loaded."""
+    for name, value in vars(config).items():
+        if value != value:  # NaN
+            raise BadInput(f"--{name} must be a number")
     if config.width % 32 or config.height % 32:
         raise BadInput("--width and --height must be multiples of 32")
     if config.batch_size % WORLD_SIZE:
         raise BadInput(f"--batch_size must be a multiple of the number of GPUs, {WORLD_SIZE}")
-
-def check_before_loading(config, prompts, targets, rewards):
-    """What can be checked before a model is loaded, which may take minutes."""
-    if "color" in rewards:
-        for prompt in prompts:
-            find_color(prompt)  # or raises
-    if "mse" in rewards and None in targets:
-        raise BadInput("--reward mse: every line of --prompts needs a target")
-    if config.resume:
-        check_resume(read_checkpoint(config.resume), config, prompts)
-    elif config.adapter is not None:
-        read_adapter(config.adapter, config.lora_rank)
     if config.out and (config.resume or os.path.exists(config.out)):
         raise BadInput(f"--out {config.out}: must be a new folder; a resumed run has its own")
+    if config.wandb and importlib.util.find_spec("wandb") is None:
+        raise BadInput("--wandb: first run `pip install wandb`")
 
 def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
          load_prompts=load_prompts, load_rewards=load_rewards, **defaults):
     """What follows `argv` is for programs that train other models: examples/toy.py, edit.py."""
     if CUDA:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(DEVICE)
     else:
         torch.set_num_threads(1)  # more are hardly faster here
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("gloo")  # with NCCL, one failure hangs all
+        torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
     try:
         config = parse_args(argv, **defaults)
         prompts, targets = load_prompts(config.prompts)
         rewards = load_rewards(config.reward)
-        check_before_loading(config, prompts, targets, rewards)
+        try_rewards(rewards, prompts, targets, config)
         wrapper = load_model(config.model, config)
-        GRPOTrainer(config, wrapper, prompts, rewards, targets).train()
+        trainer = GRPOTrainer(config, wrapper, prompts, rewards, targets)
+        trainer.train()
     except BadInput as error:
-        print("grpo.py: error:", *str(error).split(), file=sys.stderr)  # on one line
+        print(f"{sys.argv[0]}: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(f"Stopped. To go on: python {sys.argv[0]} --resume {trainer.out}")
     if WORLD_SIZE > 1:
         torch.distributed.destroy_process_group()
 
