@@ -90,12 +90,11 @@ class Config:
 # --- The maths of GRPO: pure functions of tensors -----------------------------
 def compute_policy_logprobs(logits, allowed=None):
     """log pi(code), the distribution of the policy, defined once for sampler and trainer.
-    logits [.., V], fp32; allowed [.., V], bool: codes that top-k and top-p left, or None for all
-    -> log-probs [.., V]. The trap of top-k and top-p: pi(code) = softmax(code) / (sum of the
-    softmax over the allowed codes). A trainer without the division, or with the codes that its new
-    weights would allow, has the log-probs of a policy that did not sample. So the sampler keeps its
-    allowed codes for the trainer (2512.02556). Here the reference gets them as well, because its KL
-    would otherwise count what was cut off."""
+    logits [.., V], fp32; allowed [.., V], bool: the codes that top-k and top-p left, or None
+    -> log-probs [.., V]. The trap: pi(code) = softmax(code) / (sum of the softmax over the allowed
+    codes). A trainer without the division, or with the codes that its new weights would allow, has
+    the log-probs of a policy that did not sample. So the sampler keeps its allowed codes
+    (2512.02556). Our reference uses them too, or the KL would count what was cut off."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
@@ -111,10 +110,10 @@ def sample_codes(logprobs, uniform):
 def compute_advantages(rewards, group_size):
     """A = (r - mean of its group) / (std of its group + 1e-6). rewards [N] -> advantages [N]."""
     if group_size < 2:
-        raise BadInput("--group_size must be at least 2, as a group of one has nothing to compare")
+        raise BadInput("--group_size must be at least 2, to have something to compare")
     groups = torch.as_tensor(rewards).double().view(-1, group_size)  # [P, G]
-    # A constant makes no difference. Without it, equal rewards are 0, so their mean is exact: an
-    # error of 1e-7 would become an advantage of 0.1, as it is divided by 1e-6.
+    # A shift changes nothing, but makes equal rewards 0: they must have a mean without any error,
+    # as it would be divided by 1e-6.
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1)[:, None]
     advantages /= groups.std(1)[:, None] + 1e-6  # Dr. GRPO (2503.20783) omits this division
@@ -163,7 +162,7 @@ def open_image(path):
 
 def load_prompts(path):
     """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, paths of targets or None.
-    Unlike `str.splitlines`, it ends a line only at \\n, \\r\\n or \\r."""
+    Lines end at \\n, \\r\\n or \\r only; `str.splitlines` would also cut inside of a prompt."""
     path = Path(path or Path(__file__).with_name("prompts.txt"))
     prompts = []
     targets = []  # paths: pictures would fill the memory
@@ -215,6 +214,21 @@ def reward_mse(images, prompts, targets):
 
 REWARDS = {"color": reward_color, "mse": reward_mse}
 
+def import_file(path):
+    """Imports a file as a module under its own name, so that it can import its neighbours, and
+    processes that it starts find its functions. Other modules must not have the same names."""
+    path = Path(path).resolve()
+    for finder, name, _ in pkgutil.iter_modules([str(path.parent)]):
+        file = finder.find_spec(name).origin
+        loaded = getattr(sys.modules.get(name), "__file__", None) or file
+        if os.path.realpath(loaded) != file:
+            raise BadInput(f"--reward: {file} and {loaded} have the same name; rename one")
+    if not path.is_file():
+        raise BadInput(f"--reward: there is no file {path}")
+    sys.path.insert(0, str(path.parent))
+    sys.modules.pop(path.stem, None)  # in a notebook, the file may have changed
+    return importlib.import_module(path.stem)
+
 def load_rewards(text):
     """Text such as color=1,mine.py:sharp=.2 -> {name: (function, weight)}; no weight means 1."""
     rewards = {}
@@ -227,21 +241,6 @@ def load_rewards(text):
             raise BadInput(f"--reward {part}: needs a function, once, and no comma in its path")
         rewards[name] = function, attempt(f"--reward {part}", float, weight or 1)
     return rewards
-
-def import_file(path):
-    """Imports a file as a module under its own name: so it can import its neighbours, and processes
-    that it starts can find its functions. No other module may have the name of one of these."""
-    path = Path(path).resolve()
-    if not path.is_file():
-        raise BadInput(f"--reward: there is no file {path}")
-    for finder, name, _ in pkgutil.iter_modules([str(path.parent)]):
-        file = finder.find_spec(name).origin
-        loaded = getattr(sys.modules.get(name), "__file__", None) or file
-        if os.path.realpath(loaded) != file:
-            raise BadInput(f"--reward: {file} and {loaded} have the same name; rename one")
-    sys.path.insert(0, str(path.parent))
-    sys.modules.pop(path.stem, None)  # in a notebook, the file may have changed
-    return importlib.import_module(path.stem)
 
 @torch.no_grad()
 def compute_rewards(images, prompts, targets, rewards):
@@ -263,12 +262,9 @@ def compute_rewards(images, prompts, targets, rewards):
     return total, metrics
 
 def try_rewards(rewards, prompts, targets, config):
-    """Calls them for blank images of 8 prompts, to find mistakes before a model is loaded."""
-    rows = np.arange(len(prompts))[:8].repeat(config.group_size)
-    blank = [Image.new("RGB", (config.width, config.height))] * len(rows)
-    scores, _ = compute_rewards(
-        blank, [prompts[i] for i in rows], [targets[i] for i in rows], rewards)
-    compute_advantages(scores, config.group_size)
+    """Finds mistakes before a model is loaded, by calling the rewards for 8 blank images."""
+    blank = [Image.new("RGB", (config.width, config.height))] * len(prompts[:8])
+    compute_rewards(blank, prompts[:8], targets[:8], rewards)
     if REWARDS["color"] in [function for function, _ in rewards.values()]:
         for prompt in prompts:
             find_color(prompt)  # or raises
@@ -314,35 +310,32 @@ class LoRA:
             self.enabled = True
 
     def save(self, folder, base_model):
-        """Writes an adapter as peft does; `base_model` is the hub id or folder of the model."""
+        """Writes an adapter that peft reads too; `base_model` is a hub id or a folder."""
         folder.mkdir(exist_ok=True)
         config = json.dumps(self.config | dict(base_model_name_or_path=base_model))
         write_file(folder / "adapter_config.json", config.encode())
         write_file(folder / "adapter_model.safetensors", safetensors.torch.save(self.weights))
 
     def load(self, saved):
-        """saved: {name: weight}, as `weights` and as `read_adapter` gives them."""
+        if saved.keys() != self.weights.keys():
+            raise BadInput("--adapter: its layers are not those of the model")
         for name, weight in self.weights.items():
-            if saved.keys() != self.weights.keys() or saved[name].shape != weight.shape:
-                raise BadInput("--adapter: does not have the layers or the rank of this LoRA")
+            if saved[name].shape != weight.shape or not saved[name].isfinite().all():
+                raise BadInput(f"--adapter: {name} has another shape, or is not finite")
         for name, weight in self.weights.items():
             weight.data.copy_(saved[name])
+
+# Signs, in the config of an adapter, that it is not plain LoRA.
+ODD = "use_|pattern|_config|replication|alora|init_lora_weights=(?!True|False|gaussian)"
 
 def read_adapter(folder, rank):
     """The weights of a peft adapter, which must be a plain LoRA of this rank, alpha = 2 * rank."""
     what = f"--adapter {folder}"
-    text = attempt(what, Path(folder, "adapter_config.json").read_text)
-    config = attempt(what, json.loads, text)
-    odd = "use_|pattern|_config|replication|alora|init_lora_weights=(?!True|False|gaussian)"
-    settings = [f"{name}={value}" for name, value in config.items() if value]
-    odd = [setting for setting in settings if re.search(odd, setting)]
+    config = attempt(what, json.loads, attempt(what, Path(folder, "adapter_config.json").read_text))
+    odd = [name for name, value in config.items() if value and re.search(ODD, f"{name}={value}")]
     if odd or config.get("r") != rank or config.get("lora_alpha") != 2 * rank:
         raise BadInput(f"{what}: needs --lora_rank {config.get('r')}, alpha = 2 * rank, no {odd}")
-    file = Path(folder, "adapter_model.safetensors")
-    weights = attempt(what, safetensors.torch.load_file, file)
-    if not all(weight.isfinite().all() for weight in weights.values()):
-        raise BadInput(f"{what}: has weights that are not finite")
-    return weights
+    return attempt(what, safetensors.torch.load_file, Path(folder, "adapter_model.safetensors"))
 
 # --- What the trainer asks of a model -----------------------------------------
 @dataclasses.dataclass(frozen=True)
@@ -358,8 +351,8 @@ class Rollout:
         return Rollout(*[None if value is None else value[rows] for value in values])
 
 class PolicyWrapper(typing.Protocol):
-    """To train another model, write a class like this one; examples/toy.py has a small one. The
-    tensors of a rollout are on the CPU; those that `compute_logprobs` returns are on DEVICE."""
+    """To train another model, write a subclass; examples/toy.py has a small one. The tensors of a
+    rollout are on the CPU; those that `compute_logprobs` returns are on DEVICE."""
     policy: nn.Module  # frozen; the trainer adds LoRA to it, and trains nothing else
     lora_layers: str  # a regex for the names of its linear layers that get LoRA
 
@@ -375,7 +368,7 @@ class PolicyWrapper(typing.Protocol):
         entropies without, both [B, T]."""
 
     def check_prompts(self, prompts):
-        """Raises BadInput for a prompt that the model cannot read. This may be left out."""
+        """Raises BadInput if the model cannot read one of them. It may be left out."""
 
 # --- The trainer --------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
@@ -394,8 +387,7 @@ def choose_prompts(step, num_prompts, config):
 
 class GRPOTrainer:
     """Trains a PolicyWrapper. rewards: {name: (function, weight)}; targets: paths of pictures to
-    imitate, or None. `out`, the folder of the run, gets settings, metrics, pictures, adapters, and
-    a checkpoint."""
+    imitate, or None."""
     def __init__(self, config, wrapper, prompts, rewards, targets=None):
         self.config = config
         self.wrapper = wrapper
@@ -403,7 +395,7 @@ class GRPOTrainer:
         self.rewards = rewards
         self.targets = targets or [None] * len(prompts)
         self.history = []  # one row a step
-        self.in_step = False
+        self.in_step = False  # has a step begun that is not saved yet?
         self.wandb = None
         wrapper.check_prompts(prompts)
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
@@ -411,22 +403,19 @@ class GRPOTrainer:
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
         default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.out = Path(config.resume or config.out or default).absolute()
+        if config.adapter:
+            self.lora.load(read_adapter(config.adapter, config.lora_rank))
         if config.resume:
             self.load_checkpoint()
-        elif config.adapter:
-            self.lora.load(read_adapter(config.adapter, config.lora_rank))
         if RANK == 0:  # only one process writes
-            self.open_folder()
+            self.open_folder(config)
 
-    def open_folder(self):
-        config = self.config
+    def open_folder(self, config):
         self.out.mkdir(parents=True, exist_ok=bool(config.resume))  # two runs never share one
         self.lock = filelock.FileLock(self.out / ".lock", timeout=0, is_singleton=True)
         attempt("--resume: another process trains in this folder", self.lock.acquire)
         settings = vars(config) | dict(out=None, resume=None)
         write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
-        if not self.history:
-            self.save_checkpoint()  # so that step 1 can be resumed
         if config.wandb:
             import wandb  # pip install wandb
             self.wandb = wandb
@@ -436,10 +425,10 @@ class GRPOTrainer:
 
     def train(self):
         config = self.config
-        if self.in_step:  # a notebook's Ctrl-C came before the checkpoint of a step
+        if self.in_step:  # Ctrl-C in a notebook: what the step did is forgotten
             self.load_checkpoint()
-        if RANK == 0 and not self.history:
-            self.save_samples(0)  # before training
+        if not self.history:
+            self.save(0)  # pictures before training
         started = time.perf_counter()
         for step in range(len(self.history) + 1, config.steps + 1):
             self.in_step = True
@@ -519,13 +508,10 @@ class GRPOTrainer:
             metrics = dict(zip(metrics, (values / WORLD_SIZE).tolist()))
         row = dict(step=step) | metrics
         self.history.append(row)
-        if self.wandb:
-            self.wandb.log(row, step=step)
-        parts = [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
-        names = "reward_std loss kl entropy grad_norm sampler_gap seconds".split()
+        names = "step reward reward_std loss kl entropy grad_norm sampler_gap seconds".split()
+        names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
         if RANK == 0:
-            print(*[f"{name} {row[name]:<10.4g}" for name in ["step", "reward", *parts, *names]
-                    if name in row], flush=True)
+            print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row], flush=True)
 
     def save(self, step):
         """There is a checkpoint after every step, so that a failure costs at most one."""
@@ -536,7 +522,13 @@ class GRPOTrainer:
         rows = "".join([json.dumps(row) + "\n" for row in self.history])
         rows = re.sub(": (NaN|-?Infinity)", ": null", rows)  # JSON has no NaN
         write_file(self.out / "metrics.jsonl", rows.encode())
-        self.save_checkpoint()
+        state = dict(history=self.history, adapter=self.lora.weights,
+                     optimizer=self.optimizer.state_dict())
+        file = io.BytesIO()
+        torch.save(state, file)
+        write_file(self.out / "checkpoint.pt", file.getbuffer())
+        if self.wandb and self.history:
+            self.wandb.log(self.history[-1], step=step)
 
     def save_samples(self, step):
         """Pictures of the first prompts, always from the same seeds, and the adapter they show."""
@@ -550,23 +542,15 @@ class GRPOTrainer:
         if self.wandb:
             self.wandb.log({"samples": self.wandb.Image(sheet)}, step=step)
 
-    def save_checkpoint(self):
-        state = dict(history=self.history, adapter=self.lora.weights,
-                     optimizer=self.optimizer.state_dict())
-        file = io.BytesIO()
-        torch.save(state, file)
-        write_file(self.out / "checkpoint.pt", file.getbuffer())
-
     def load_checkpoint(self):
-        what = f"--resume {self.out}"
-        # With `weights_only` the file cannot run code.
-        state = attempt(what, torch.load, self.out / "checkpoint.pt", "cpu", weights_only=True)
-        self.history = state["history"]
-        if len(self.history) >= self.config.steps:
-            raise BadInput(f"{what}: its steps are done; raise --steps")
-        self.lora.load(state["adapter"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.param_groups[0]["lr"] = self.config.lr  # it may be typed anew
+        """What `save` wrote. With `weights_only` the file cannot run code."""
+        path = self.out / "checkpoint.pt"
+        if path.exists():  # or else step 1 comes next
+            state = attempt(path, torch.load, path, "cpu", weights_only=True)
+            self.history = state["history"]
+            self.lora.load(state["adapter"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.param_groups[0]["lr"] = self.config.lr  # it may be typed anew
 
 def write_file(path, data):
     """Bytes are written under another name first, so that a kill or a full disk spares the file."""
@@ -798,6 +782,7 @@ def check_settings(config):
     for name, value in vars(config).items():
         if value != value:  # NaN
             raise BadInput(f"--{name} must be a number")
+    compute_advantages([0.0] * config.group_size, config.group_size)  # or raises
     if config.width % 32 or config.height % 32:
         raise BadInput("--width and --height must be multiples of 32")
     if config.batch_size % WORLD_SIZE:
