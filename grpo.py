@@ -263,11 +263,14 @@ def compute_rewards(images, prompts, targets, rewards):
 
 def try_rewards(rewards, prompts, targets, config):
     """Finds mistakes before a model is loaded, by calling the rewards for 8 blank images."""
-    blank = [Image.new("RGB", (config.width, config.height))] * len(prompts[:8])
-    compute_rewards(blank, prompts[:8], targets[:8], rewards)
-    if REWARDS["color"] in [function for function, _ in rewards.values()]:
+    functions = [function for function, _ in rewards.values()]
+    if reward_mse in functions and None in targets:
+        raise BadInput("--reward mse: every line of --prompts needs a target")
+    if reward_color in functions:
         for prompt in prompts:
             find_color(prompt)  # or raises
+    blank = [Image.new("RGB", (config.width, config.height))] * len(prompts[:8])
+    compute_rewards(blank, prompts[:8], targets[:8], rewards)
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------
 class LoRA:
@@ -326,13 +329,13 @@ class LoRA:
             weight.data.copy_(saved[name])
 
 # Signs, in the config of an adapter, that it is not plain LoRA.
-ODD = "use_|pattern|_config|replication|alora|init_lora_weights=(?!True|False|gaussian)"
+ODD = "use_|.*_pattern|.*_config|layer_rep|alora|init_lora_weights=(?!True|False|gaussian)"
 
 def read_adapter(folder, rank):
     """The weights of a peft adapter, which must be a plain LoRA of this rank, alpha = 2 * rank."""
     what = f"--adapter {folder}"
     config = attempt(what, json.loads, attempt(what, Path(folder, "adapter_config.json").read_text))
-    odd = [name for name, value in config.items() if value and re.search(ODD, f"{name}={value}")]
+    odd = [name for name, value in config.items() if value and re.match(ODD, f"{name}={value}")]
     if odd or config.get("r") != rank or config.get("lora_alpha") != 2 * rank:
         raise BadInput(f"{what}: needs --lora_rank {config.get('r')}, alpha = 2 * rank, no {odd}")
     return attempt(what, safetensors.torch.load_file, Path(folder, "adapter_model.safetensors"))
@@ -403,10 +406,10 @@ class GRPOTrainer:
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
         default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.out = Path(config.resume or config.out or default).absolute()
-        if config.adapter:
-            self.lora.load(read_adapter(config.adapter, config.lora_rank))
-        if config.resume:
+        if (self.out / "checkpoint.pt").exists():
             self.load_checkpoint()
+        elif config.adapter:
+            self.lora.load(read_adapter(config.adapter, config.lora_rank))
         if RANK == 0:  # only one process writes
             self.open_folder(config)
 
@@ -545,12 +548,11 @@ class GRPOTrainer:
     def load_checkpoint(self):
         """What `save` wrote. With `weights_only` the file cannot run code."""
         path = self.out / "checkpoint.pt"
-        if path.exists():  # or else step 1 comes next
-            state = attempt(path, torch.load, path, "cpu", weights_only=True)
-            self.history = state["history"]
-            self.lora.load(state["adapter"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.optimizer.param_groups[0]["lr"] = self.config.lr  # it may be typed anew
+        state = attempt(path, torch.load, path, "cpu", weights_only=True)
+        self.history = state["history"]
+        self.lora.load(state["adapter"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.param_groups[0]["lr"] = self.config.lr  # it may be typed anew
 
 def write_file(path, data):
     """Bytes are written under another name first, so that a kill or a full disk spares the file."""
