@@ -221,10 +221,10 @@ def import_file(path):
     for finder, name, _ in pkgutil.iter_modules([str(path.parent)]):
         file = finder.find_spec(name).origin
         loaded = getattr(sys.modules.get(name), "__file__", None) or file
-        if os.path.realpath(loaded) != file:
+        if os.path.realpath(loaded) != os.path.realpath(file):
             raise BadInput(f"--reward: {file} and {loaded} have the same name; rename one")
-    if not path.is_file():
-        raise BadInput(f"--reward: there is no file {path}")
+    if not path.is_file() or path.suffix != ".py":
+        raise BadInput(f"--reward: {path} is no file of Python")
     sys.path.insert(0, str(path.parent))
     sys.modules.pop(path.stem, None)  # in a notebook, the file may have changed
     return importlib.import_module(path.stem)
@@ -423,8 +423,8 @@ class GRPOTrainer:
             import wandb  # pip install wandb
             self.wandb = wandb
             wandb.init(project=config.wandb, name=self.out.name, dir=self.out, config=settings)
-        print(f"model: {config.model} on {DEVICE}, files: {self.out}, next step: "
-              f"{len(self.history) + 1} of {config.steps}", flush=True)
+        print(f"model: {config.model} on {DEVICE} (--model zai-org/GLM-Image for the large one)")
+        print(f"files: {self.out}, next step: {len(self.history) + 1} of {config.steps}", flush=True)
 
     def train(self):
         config = self.config
@@ -465,7 +465,7 @@ class GRPOTrainer:
         starts = range(0, N, config.micro_batch_size)
         parts = [rollout.part(slice(i, i + config.micro_batch_size)) for i in starts]
         ref_logprobs = [None] * len(parts)
-        if config.kl_coef > 0:  # the reference is the policy without its adapters: no second model
+        if config.kl_coef:  # the reference is the policy without its adapters: no second model
             with torch.no_grad(), self.lora.disabled():
                 ref_logprobs = [self.wrapper.compute_logprobs(part)[0] for part in parts]
         old_logprobs = [None] * len(parts)
@@ -810,12 +810,14 @@ def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
         try_rewards(rewards, prompts, targets, config)
         wrapper = load_model(config.model, config)
         trainer = GRPOTrainer(config, wrapper, prompts, rewards, targets)
-        trainer.train()
+        try:
+            trainer.train()
+        except KeyboardInterrupt:
+            sys.exit(f"\nStopped. To go on: python {sys.argv[0]} --resume {trainer.out}")
     except BadInput as error:
-        print(f"{sys.argv[0]}: error:", *str(error).split(), file=sys.stderr)  # on one line
+        program = Path(sys.argv[0]).name
+        print(f"{program}: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(f"Stopped. To go on: python {sys.argv[0]} --resume {trainer.out}")
     if WORLD_SIZE > 1:
         torch.distributed.destroy_process_group()
 
