@@ -64,9 +64,9 @@ def test_weights_and_biases_gets_every_row_and_all_pictures(tmp_path, monkeypatc
     assert [step for step, row in logged if "samples" in row] == [0, 2, 3]
     assert rows == [(row["step"], row) for row in trainer.history] and len(rows) == 3
     folder, = (tmp_path / "run/wandb").glob("offline-run-*")
-    assert len([*folder.rglob("samples_*.png")]) == 3 and [*folder.glob("run-*.wandb")]
-    summary = json.loads((folder / "files/wandb-summary.json").read_text())
-    assert summary["reward"] == pytest.approx(trainer.history[-1]["reward"]) and summary["_step"] == 3
+    assert len([*folder.rglob("samples_*.png")]) == 3
+    saved = next(folder.glob("run-*.wandb")).read_bytes()
+    assert all(json.dumps(row["reward"]).encode() in saved for row in trainer.history)
 
 def test_without_the_package_one_line_says_how_to_install_it(monkeypatch):
     """Before a model is loaded, and not as a traceback after it."""
