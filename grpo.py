@@ -133,9 +133,9 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
     if advantages.shape != new_logprobs.shape[:1]:  # [N, T] would broadcast silently
         raise ValueError(f"advantages must be [N], one for each row: {advantages.shape}")
+    ratio = (new_logprobs - old_logprobs.detach()).exp()  # [N, T]
     A = advantages.detach().to(new_logprobs)
     A = A.view(-1, *[1] * (new_logprobs.dim() - 1))  # [N, 1]
-    ratio = (new_logprobs - old_logprobs.detach()).exp()  # [N, T]
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * A
     # A token has no gradient if A > 0 and its ratio is above the clip, or if A < 0 and it is below,
