@@ -20,16 +20,16 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import argparse, collections, contextlib, dataclasses, functools, importlib, io, json
-import math, os, pkgutil, re, sys, time, typing
+import collections, contextlib, dataclasses, functools, importlib.metadata, inspect, io
+import json, math, os, pkgutil, re, sys, time, typing
 from pathlib import Path
 import diffusers, filelock, safetensors.torch, torch, transformers
 import numpy as np
 from PIL import Image, ImageColor, ImageOps
 from torch import nn
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets these variables
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these variables
+RANK = int(os.environ.get("RANK", 0)) % WORLD_SIZE  # one process alone is the first
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
 GPU_GIB = torch.cuda.get_device_properties(DEVICE).total_memory / 2**30 if CUDA else 0
@@ -43,6 +43,9 @@ def attempt(what, function, *args, **kwargs):
         return function(*args, **kwargs)
     except Exception as error:
         raise BadInput(f"{what}: {error}") from error
+
+def read_json(path):
+    return dict(json.loads(Path(path).read_text("utf-8-sig")))
 
 # --- Settings -----------------------------------------------------------------
 # Each field is a flag: `python grpo.py --group-size 8`, or --group_size.
@@ -152,6 +155,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     return loss, {name: value.item() for name, value in metrics.items()}
 
 # --- Prompts and pictures -----------------------------------------------------
+ODD_LINE = r"""[\0-\x08\x0e-\x1b\ufeff]|^\s*[{\[]\s*(['"{\[]|$)"""  # not of a text, or of JSON
+
 def open_image(path):
     """A picture as its owner sees it -> PIL image in RGB: upright, and white where transparent."""
     image = ImageOps.exif_transpose(Image.open(path))
@@ -171,13 +176,13 @@ def load_prompts(path):
         prompt, *target = [part.strip() for part in line.rstrip().split("\t")]
         if prompt.startswith("#") or not line.strip():
             continue
-        if not prompt or len(target) > 1 or re.search('[\0\ufeff]|^{"', line):
+        if not prompt or len(target) > 1 or re.search(ODD_LINE, line):
             raise BadInput(f"{where}: must be a prompt, or a prompt, a tab and a path: {line!r}")
         prompts.append(prompt)
         targets.append(path.parent / target[0] if target else None)
         if target:
             attempt(where, open_image, targets[-1])
-    if not prompts or path.suffix in (".csv", ".json"):
+    if not prompts or path.suffix.lower() in (".csv", ".tsv", ".json", ".yaml", ".parquet"):
         raise BadInput(f"--prompts {path}: must be a text file with a prompt on each line")
     return prompts, targets
 
@@ -214,20 +219,26 @@ def reward_mse(images, prompts, targets):
 
 REWARDS = {"color": reward_color, "mse": reward_mse}
 
+reward_folders = []  # those on sys.path
+
 def import_file(path):
     """Imports a file as a module under its own name, so that it can import its neighbours, and
     processes that it starts find its functions. Other modules must not have the same names."""
     path = Path(path).resolve()
-    for finder, name, _ in pkgutil.iter_modules([str(path.parent)]):
-        file = finder.find_spec(name).origin
-        loaded = getattr(sys.modules.get(name), "__file__", None) or file
-        if os.path.realpath(loaded) != os.path.realpath(file):
-            raise BadInput(f"--reward: {file} and {loaded} have the same name; rename one")
     if not path.is_file() or path.suffix != ".py":
         raise BadInput(f"--reward: {path} is no file of Python")
+    for finder, name, _ in pkgutil.iter_modules([str(path.parent)]):
+        file = finder.find_spec(name).origin
+        loaded = getattr(sys.modules.get(name), "__spec__", None)
+        for spec in (loaded, importlib.machinery.PathFinder.find_spec(name, reward_folders)):
+            if spec and spec.origin and os.path.realpath(spec.origin) != os.path.realpath(file):
+                raise BadInput(f"--reward: {file} and {spec.origin} have one name; rename one")
+    reward_folders.append(str(path.parent))
     sys.path.insert(0, str(path.parent))
-    sys.modules.pop(path.stem, None)  # in a notebook, the file may have changed
-    return importlib.import_module(path.stem)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 def load_rewards(text):
     """Text such as color=1,mine.py:sharp=.2 -> {name: (function, weight)}; no weight means 1."""
@@ -239,11 +250,23 @@ def load_rewards(text):
         function = getattr(import_once(path), name, None) if path else REWARDS.get(name)
         if not callable(function) or name in rewards:
             raise BadInput(f"--reward {part}: needs a function, once, and no comma in its path")
-        rewards[name] = function, attempt(f"--reward {part}", float, weight or 1)
+        signature = attempt(f"--reward {part}", inspect.signature, function)
+        attempt(f"--reward {part}: is called with 3 lists", signature.bind, 1, 2, 3)
+        weight = attempt(f"--reward {part}", float, weight or 1)
+        if not math.isfinite(weight):
+            raise BadInput(f"--reward {part}: its weight must be finite")
+        rewards[name] = function, weight
     return rewards
 
+def read_scores(values):
+    """What a reward returns, any numbers in an order -> fp64 [N]."""
+    if isinstance(values, (dict, set, frozenset, bytes, bytearray)):
+        raise TypeError("these are not numbers in the order of the images")
+    numbers = [torch.as_tensor(value, dtype=torch.float64).item() for value in values]
+    return torch.tensor(numbers, dtype=torch.float64)
+
 @torch.no_grad()
-def compute_rewards(images, prompts, targets, rewards):
+def compute_rewards(images, prompts, targets, rewards, finite=True):
     """Calls each of {name: (function, weight)} -> their weighted sum [N], fp64, {metric: mean}.
     Each gets copies of its own, so that what it sorts or paints over does not matter to others."""
     N = len(images)
@@ -253,24 +276,27 @@ def compute_rewards(images, prompts, targets, rewards):
         values = function([image.copy() for image in images], list(prompts),
                           [target and open_image(target) for target in targets])
         wrong = f"--reward {name}: must give {N} finite numbers and gave {values!r:.200}"
-        scores = attempt(wrong, torch.as_tensor, values, dtype=torch.float64, device="cpu")
-        if scores.shape not in [(N,), (N, 1)] or not scores.isfinite().all():
+        scores = attempt(wrong, read_scores, values)
+        if len(scores) != N or (finite and not scores.isfinite().all()):
             raise BadInput(wrong)
         metrics[f"reward/{name}"] = scores.mean().item()
-        total += weight * scores.flatten()
+        total += weight * scores
     metrics["reward"] = total.mean().item()
     return total, metrics
 
 def try_rewards(rewards, prompts, targets, config):
-    """Finds mistakes before a model is loaded, by calling the rewards for 8 blank images."""
+    """Finds mistakes before a model is loaded: calls the rewards for gray images of 8 prompts.
+    Where a reward compares images with each other, these may give NaN."""
     functions = [function for function, _ in rewards.values()]
     if reward_mse in functions and None in targets:
         raise BadInput("--reward mse: every line of --prompts needs a target")
     if reward_color in functions:
         for prompt in prompts:
             find_color(prompt)  # or raises
-    blank = [Image.new("RGB", (config.width, config.height))] * len(prompts[:8])
-    compute_rewards(blank, prompts[:8], targets[:8], rewards)
+    rows = np.arange(len(prompts))[:8].repeat(config.group_size)
+    gray = [Image.new("RGB", (config.width, config.height), "gray")] * len(rows)
+    texts = [prompts[row] for row in rows]
+    compute_rewards(gray, texts, [targets[row] for row in rows], rewards, finite=False)
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------
 class LoRA:
@@ -323,21 +349,25 @@ class LoRA:
         if saved.keys() != self.weights.keys():
             raise BadInput("--adapter: its layers are not those of the model")
         for name, weight in self.weights.items():
-            if saved[name].shape != weight.shape or not saved[name].isfinite().all():
+            new = saved[name]
+            if new.shape != weight.shape or not new.is_floating_point() or not new.isfinite().all():
                 raise BadInput(f"--adapter: {name} has another shape, or is not finite")
         for name, weight in self.weights.items():
             weight.data.copy_(saved[name])
 
-# Signs, in the config of an adapter, that it is not plain LoRA.
-ODD = "use_|.*_pattern|.*_config|layer_rep|alora|init_lora_weights=(?!True|False|gaussian)"
+# Settings that, if they are on, make another adapter than plain LoRA.
+ODD_SETTING = r"use_\w+|\w+_pattern|\w+_config|layer_replication|alora\w+"
 
 def read_adapter(folder, rank):
     """The weights of a peft adapter, which must be a plain LoRA of this rank, alpha = 2 * rank."""
     what = f"--adapter {folder}"
-    config = attempt(what, json.loads, attempt(what, Path(folder, "adapter_config.json").read_text))
-    odd = [name for name, value in config.items() if value and re.match(ODD, f"{name}={value}")]
-    if odd or config.get("r") != rank or config.get("lora_alpha") != 2 * rank:
-        raise BadInput(f"{what}: needs --lora_rank {config.get('r')}, alpha = 2 * rank, no {odd}")
+    config = attempt(what, read_json, Path(folder, "adapter_config.json"))
+    odd = [name for name, value in config.items() if value and re.fullmatch(ODD_SETTING, name)]
+    if config.get("init_lora_weights") not in (None, True, False, "gaussian", "orthogonal"):
+        odd.append("init_lora_weights")  # such as PiSSA, which changes the base model too
+    asked = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank)
+    if odd or config | asked != config:
+        raise BadInput(f"{what}: must be plain LoRA with {asked}, not {config}: {odd}")
     return attempt(what, safetensors.torch.load_file, Path(folder, "adapter_model.safetensors"))
 
 # --- What the trainer asks of a model -----------------------------------------
@@ -388,6 +418,10 @@ def choose_prompts(step, num_prompts, config):
         seeds.append(1_000_000 * (config.seed + 1) + count)
     return indices, seeds
 
+def new_folder(config):
+    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return os.path.abspath(config.out or name)
+
 class GRPOTrainer:
     """Trains a PolicyWrapper. rewards: {name: (function, weight)}; targets: paths of pictures to
     imitate, or None."""
@@ -404,8 +438,7 @@ class GRPOTrainer:
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
-        default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.out = Path(config.resume or config.out or default).absolute()
+        self.out = Path(config.resume or new_folder(config)).absolute()
         if (self.out / "checkpoint.pt").exists():
             self.load_checkpoint()
         elif config.adapter:
@@ -766,17 +799,19 @@ def parse_args(argv=None, **defaults):
     typed, _ = parser.parse_known_args(argv)  # to learn --resume, --model
     path = Path(typed.resume, "config.json") if typed.resume else Path(typed.model, "grpo.json")
     if typed.resume or path.is_file():
-        settings = attempt(path, json.loads, attempt(path, path.read_text))
+        settings = attempt(path, read_json, path)
         attempt(path, Config, **settings)  # fails if a setting is unknown
         parser.set_defaults(**settings)
     config = Config(**vars(parser.parse_args(argv)))
     # Paths are saved with the run, which may be resumed in another directory.
-    for name in ("model", "adapter", "prompts"):
+    for name in "model adapter prompts resume".split():
         if os.path.exists(getattr(config, name) or ""):
             setattr(config, name, os.path.abspath(getattr(config, name)))
-    parts = [os.path.abspath(part) if ":" in part else part for part in config.reward.split(",")]
-    config.reward = ",".join(parts)
+    parts = [part.strip() for part in config.reward.split(",")]
+    config.reward = ",".join([os.path.abspath(part) if ":" in part else part for part in parts])
     check_settings(config)
+    if not config.resume:
+        config.out = new_folder(config)  # now, as a reward's file may change the directory
     return config
 
 def check_settings(config):
@@ -791,8 +826,8 @@ def check_settings(config):
         raise BadInput(f"--batch_size must be a multiple of the number of GPUs, {WORLD_SIZE}")
     if config.out and (config.resume or os.path.exists(config.out)):
         raise BadInput(f"--out {config.out}: must be a new folder; a resumed run has its own")
-    if config.wandb and importlib.util.find_spec("wandb") is None:
-        raise BadInput("--wandb: first run `pip install wandb`")
+    if config.wandb:  # a folder of that name, which it leaves behind, can be imported as well
+        attempt("--wandb: first run `pip install wandb`", importlib.metadata.version, "wandb")
 
 def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
          load_prompts=load_prompts, load_rewards=load_rewards, **defaults):

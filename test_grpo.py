@@ -8,7 +8,7 @@ They stand in the order of grpo.py. While you change something, run what looks a
     sampling, painting  pytest -q -k "position or sampl or chance or paint or hal or card or shipped"
     the command line    pytest -q -k "command or config or wrapper" test_grpo.py .ci/test_command.py
 """
-import copy, dataclasses, functools, inspect, json, math, os, re, runpy, shutil, subprocess, sys
+import copy, dataclasses, functools, inspect, json, math, os, re, runpy, shutil, subprocess, sys, warnings
 from pathlib import Path
 from unittest import mock
 
@@ -198,7 +198,7 @@ def test_a_setting_comes_from_the_last_place_that_has_it(tmp_path):
     model = f"--model={tmp_path}"
     config = grpo.parse_args([model, "--seed", "4"], lr=2.0, steps=2, clip_range=0.5)
     assert (config.kl_coef, config.clip_range, config.lr, config.seed) == (0.01, 0.5, 3.0, 4)
-    (tmp_path / "config.json").write_text(json.dumps(vars(config) | dict(steps=7)))
+    (tmp_path / "config.json").write_text(json.dumps(vars(config) | dict(steps=7, out=None)))
     resumed = grpo.parse_args([f"--resume={tmp_path}", "--lr", "9"])
     assert (resumed.model, resumed.steps, resumed.lr, resumed.seed) == (str(tmp_path), 7, 9.0, 4)
     for wrong in ('{"lrr": 1}', "{"):
@@ -350,10 +350,11 @@ def test_mse_reward():
 
 @pytest.mark.parametrize("values", [
     (True, 2.0), np.array([1, 2], np.float16), torch.tensor([[1.0], [2.0]]), [torch.tensor(1.0), 2],
-    [torch.tensor([1.0]), np.float32(2)], torch.tensor([1, 2]), [np.array([1]), np.array([2])]])
+    [torch.tensor([1.0]), np.float32(2)], torch.tensor([1, 2]), [np.array([1]), np.array([2])], [np.array(1), 2],
+    np.array([2.0, 1.0])[::-1], np.array([1, 2], ">f8"), {"a": 1, "b": 2}.values(), iter])
 def test_rewards_take_any_sequence_of_numbers(values):
     """A column [N, 1] summed with an [N] once broadcast to [N, N], and was trained on as nonsense."""
-    rewards = {"a": (lambda *_: values, 1.0), "b": (lambda *_: [10.0, 20.0], -0.5)}
+    rewards = {"a": (lambda *_: iter([1, 2]) if values is iter else values, 1.0), "b": (lambda *_: [10.0, 20.0], -0.5)}
     total, metrics = grpo.compute_rewards(*blank(2), rewards)
     assert total.tolist() == [-4.0, -8.0] and metrics == {"reward/a": 1.5, "reward/b": 15.0, "reward": -6.0}
     assert total.dtype == torch.float64
@@ -364,11 +365,11 @@ async def coroutine(*_):
 @pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("values", [
     [], [0.5], [0.5] * 3, [0.5, -math.inf], [math.nan, 1], [None, 1], None, 0.5, torch.tensor(1.0), {"a": 1, "b": 2},
-    {1: 1, 2: 2}, {1, 2}, [[1, 2]], torch.ones(1, 2), "12", ["1", "2"], [[1, 2], [3, 4]], coroutine, iter, [1j, 2],
-    [Image.new("L", (1, 1))] * 2, [10**400, 1]])
+    {1: 1, 2: 2}, {1, 2}, [[1, 2]], torch.ones(1, 2), "12", ["1", "2"], [[1, 2], [3, 4]], coroutine, [1j, 2],
+    [Image.new("L", (1, 1))] * 2, [10**400, 1], b"ab", {1.0: 1, 2.0: 2}.keys, frozenset((1, 2)), ([1, 2], {})])
 def test_a_reward_without_a_finite_number_for_each_image_is_named(values):
     """One line says which reward, how many numbers it must give, and what it gave; or it would train on nonsense."""
-    broken = values if values is coroutine else lambda images, *_: iter(images) if values is iter else values
+    broken = values if values is coroutine else lambda *_: values
     rewards = {"fine": (lambda *_: [1, 2], 1.0), "broken": (broken, 0.0)}
     with pytest.raises(grpo.BadInput, match="--reward broken: must give 2 finite numbers"):
         grpo.compute_rewards(*blank(2), rewards)
@@ -399,6 +400,7 @@ def modules(monkeypatch, tmp_path):
     """What a test imports is forgotten after it; it runs in tmp_path."""
     with mock.patch.dict(sys.modules):
         monkeypatch.setattr("sys.path", sys.path.copy())
+        monkeypatch.setattr(grpo, "reward_folders", [])
         monkeypatch.chdir(tmp_path)
         yield
 
@@ -419,19 +421,32 @@ def test_rewards_are_loaded_with_their_weights(tmp_path, modules):
 
 @pytest.mark.parametrize("text", [
     "color=1,color=2", "a/r.py:f,b/r.py:f", "a/r.py:f,other.py:f", "a/r.py:f,b/uses.py:g", "a/pack.py:f,b/uses.py:g",
-    "json.py:f", "missing.py:f", "a/r.py:missing", "a/r.py:number", "color=much", "x,y.py:f", "a", "", "color,"])
+    "json.py:f", "missing.py:f", "a/r.py:missing", "a/r.py:number", "color=much", "x,y.py:f", "a", "", "color,",
+    "lazy.py:f,b/uses.py:g", "color=nan", "color=-inf", "other.py:two", "other", "time.py:f", "text.txt:f"])
 def test_names_in_text_are_what_they_say_or_refused(text, modules):
     """The second of one name took the first's place, a neighbour that of another folder's; in silence."""
     for folder in ("a", "b", "b/pack"):
         Path(folder).mkdir()
-    for name in ("a/r", "b/r", "other", "json", "a/helper", "b/helper", "b/pack/__init__"):
-        Path(f"{name}.py").write_text(f"number = 7\ndef f(*_): return {name!r}\n")
+    for name in ("a/r", "b/r", "other", "json", "time", "helper", "a/helper", "b/helper", "b/pack/__init__"):
+        Path(f"{name}.py").write_text(f"number = 7\ndef f(*_): return {name!r}\ndef two(images, prompts): return 2\n")
+    Path("text.txt").write_text("def f(*_): return 1")
+    Path("lazy.py").write_text("def f(*_):\n    from helper import f\n    return f()")  # not before step 1
     Path("a/r.py").write_text("from helper import f\nnumber = 7")
     Path("a/pack.py").write_text("def f(*_): return 1")
     Path("b/uses.py").write_text("import pack\nfrom helper import f as g")
     with pytest.raises(grpo.BadInput, match="--reward"):
         grpo.load_rewards(text)
-    assert grpo.load_rewards("b/uses.py:g")["g"][0]() == "b/helper" if text == "a" else True
+
+def test_the_file_that_is_named_is_the_one_that_is_loaded(modules):
+    """A package or a compiled module of its name stood before it; a name with a dot could not be imported."""
+    Path("r").mkdir()
+    for name in ("r/__init__", "r", "my.v2", "a-b", "helper"):
+        Path(f"{name}.py").write_text(f"def f(*_): return {name!r}\n")
+    Path("link.py").symlink_to("helper.py")
+    Path("uses.py").write_text("from link import f as g")
+    assert grpo.load_rewards("uses.py:g")["g"][0]() == "helper"
+    for name in ("my.v2", "a-b", "r"):
+        assert grpo.load_rewards(f" {name}.py:f")["f"][0]() == name
 
 def test_a_rewards_file_is_a_module_for_pools_and_neighbours(modules):
     """A pool could not pickle its function nor its class; a file beside it was not found."""
@@ -452,8 +467,10 @@ def f(images, prompts, targets):
 def test_rewards_are_tried_before_a_model_is_loaded():
     """The mistake showed after 35 GB and a rollout; a color word that the ninth prompt lacks, in step 2."""
     def f(images, prompts, targets):
-        assert [len(images), len(prompts), len(targets)] == [8] * 3 and images[0].size == (64, 128)
-        return [0] * 8
+        assert [len(images), len(prompts), len(targets)] == [8 * 4] * 3 and images[0].size == (64, 128)
+        scores = np.zeros((8, 4))  # z-scores of a group, as some rewards give them, are NaN where all are equal
+        with np.errstate(invalid="ignore"):
+            return (scores / scores.std(1, keepdims=True)).flatten()
 
     prompts = ["red"] * 9
     config = make_config()
@@ -485,7 +502,7 @@ def test_a_line_ends_only_where_it_ends(tmp_path, mark):
 
 @pytest.mark.parametrize("line", [
     b"a cat\tt.png\tu.png", b"\tt.png", b" \tt.png", "\ufeff# joined".encode(), "a \ufeffcat".encode(), b"a\0cat",
-    b'{"prompt": "a cat"}', b"a cat\tand a blue bird", b"a cat\tp.txt", b"a cat\tempty.png", b"a cat\tcut.png",
+    b'{"prompt": "a cat"}', b'{ "prompt": 1}', b"['a cat', 'b']", b"[", b"a \x1b[1mcat", b"a cat\tand a blue bird", b"a cat\tp.txt", b"a cat\tempty.png", b"a cat\tcut.png",
     b"a cat\tdeep.png", b"a cat\tfloat.tiff"])
 def test_a_line_that_is_not_what_it_looks_like_is_found_by_its_number(tmp_path, line):
     """A tab, a mark, or a row of another format became part of a prompt, or the path the prompt."""
@@ -499,7 +516,7 @@ def test_a_line_that_is_not_what_it_looks_like_is_found_by_its_number(tmp_path, 
         grpo.load_prompts(tmp_path / "p.txt")
 
 @pytest.mark.parametrize("name, text", [
-    ("p.csv", b"prompt,target\n"), ("p.json", b"[]"), ("p.txt", b"# nothing\n"), ("p.txt", b""), ("p.txt", b"\xff\xfea"),
+    ("p.csv", b"prompt,target\n"), ("p.CSV", b"red"), ("p.json", b"[]"), ("p.parquet", b"PAR1"), ("p.txt", b"# nothing\n"), ("p.txt", b""), ("p.txt", b"\xff\xfea"),
     ("p.jsonl", b'{"prompt": "red"}')])
 def test_files_that_are_no_prompts_are_named(tmp_path, name, text):
     """Rows of a table and braces became prompts."""
@@ -563,13 +580,15 @@ def test_lora_by_hand(tmp_path):
 @pytest.mark.parametrize("change", [
     dict(lora_alpha=4), dict(r=8, lora_alpha=16), dict(use_rslora=True), dict(alpha_pattern={"a": 3}),
     dict(rank_pattern={"a": 2}), dict(use_dora=True), dict(layer_replication=[[0, 1]]), dict(init_lora_weights="pissa"),
-    dict(init_lora_weights="olora"), dict(alora_invocation_tokens=[1]), dict(loftq_config={"bits": 4}), dict(r=None)])
+    dict(init_lora_weights="olora"), dict(alora_invocation_tokens=[1]), dict(loftq_config={"bits": 4}), dict(r=None),
+    dict(peft_type="LOHA"), dict(init_lora_weights="pissa_niter_4")])
 def test_an_adapter_that_is_not_plain_lora_is_refused(tmp_path, change):
     """peft's own alpha, the rank, came in at twice its strength; with patterns the logits were off by 15.9."""
     perturb(make_lora("a", "b")).save(tmp_path, "")
     path = tmp_path / "adapter_config.json"
     plain = dict(task_type="CAUSAL_LM", rank_pattern={}, alpha_pattern={}, use_dora=False, loftq_config={},
-                 init_lora_weights=True, layers_pattern=None, megatron_core="megatron.core", qalora_group_size=16)
+                 init_lora_weights="gaussian", layers_pattern=None, megatron_core="megatron.core", qalora_group_size=16,
+                 base_model_name_or_path="/mnt/my_config_m/alora", lora_dropout=0.1)
     path.write_text(json.dumps(json.loads(path.read_text()) | plain))
     assert len(grpo.read_adapter(tmp_path, 4)) == 4
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -583,13 +602,13 @@ def test_adapters_that_do_not_fit_are_refused_before_anything_is_copied(tmp_path
     for layers in ("a", "abc", "ac"):
         make_lora(*layers).save(tmp_path / layers, "")
     for name, key, change in (("shape", -1, lambda weight: weight[:, :1]), ("nan", 1, lambda weight: weight / 0),
-                              ("extra", 0, None)):
+                              ("int", 0, torch.Tensor.int), ("extra", 0, None)):
         weights = copy.deepcopy(lora.weights)
         last = list(weights)[key]
         weights[last if change else "base_model.model.a.lora_magnitude_vector"] = (change or torch.clone)(weights[last]).contiguous()
         perturb(make_lora("a", "b")).save(tmp_path / name, "")
         save_file(weights, tmp_path / name / "adapter_model.safetensors")
-    for name in ("a", "abc", "ac", "shape", "nan", "extra", "missing"):
+    for name in ("a", "abc", "ac", "shape", "nan", "int", "extra", "missing"):
         with pytest.raises(grpo.BadInput, match="--adapter"):
             lora.load(grpo.read_adapter(tmp_path / name, 4))
         assert all(torch.equal(weight, before[key]) for key, weight in lora.weights.items())
@@ -645,15 +664,15 @@ def test_only_the_adapters_train(dtype, tmp_path):
     frozen = [*wrapper.halves.ar.parameters(), *wrapper.halves.dit.parameters()]
     assert not any(weight.requires_grad or weight.grad is not None for weight in frozen)
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's own calls
 def test_peft_and_transformers_load_the_adapters(sampled, tmp_path):
     """Both must give the policy that was trained, not the base."""
     peft = pytest.importorskip("peft")
     trained, lora = make_adapted()
     lora.save(tmp_path, "")
     others = make_wrapper(), make_wrapper(), trained
-    peft.PeftModel.from_pretrained(others[0].policy, tmp_path)
-    others[1].policy.load_adapter(tmp_path)
+    with warnings.catch_warnings(action="ignore"):  # peft's own calls
+        peft.PeftModel.from_pretrained(others[0].policy, tmp_path)
+        others[1].policy.load_adapter(tmp_path)
     with torch.no_grad():
         one, two, ours = (wrapper.compute_logprobs(sampled)[0] for wrapper in others)
     assert (one - ours).abs().max() < 1e-5 > (two - ours).abs().max()
