@@ -1033,9 +1033,9 @@ def test_ctrl_c_in_the_second_of_two_updates_is_forgotten(tmp_path):
 
 def test_what_others_change_for_all_does_not_matter(tmp_path, modules):
     """A reward's file said bfloat16 for all new tensors, and no gradients: LoRA became bf16, or an error came late."""
-    Path("plain.py").write_text("from random import random\ndef f(*_): return [1, 2, 3, 4]\n")
-    Path("rude.py").write_text("import torch\ntorch.set_default_dtype(torch.bfloat16)\ntorch.set_grad_enabled(False)\n"
-                               "def f(*_):\n    torch.manual_seed(7)\n    return [1, 2, 3, 4]\n")
+    Path("plain.py").write_text("from random import random\ndef f(images, *_): return range(len(images))\n")
+    Path("rude.py").write_text("import os, torch\ntorch.set_default_dtype(torch.bfloat16)\ntorch.set_grad_enabled(False)\n"
+                               "def f(images, *_):\n    torch.manual_seed(7)\n    os.chdir('/')\n    return range(len(images))\n")
     try:
         for name in ("plain", "rude"):
             grpo.main(f"--width 32 --height 32 --steps 2 --batch-size 1 --reward {name}.py:f --out {name}".split(),
