@@ -154,38 +154,6 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     metrics["loss"] = loss
     return loss, {name: value.item() for name, value in metrics.items()}
 
-# --- Prompts and pictures -----------------------------------------------------
-ODD_LINE = r"""[\0-\x08\x0e-\x1b\ufeff]|^\s*[{\[]\s*(['"{\[]|$)"""  # not of a text, or of JSON
-
-def open_image(path):
-    """A picture as its owner sees it -> PIL image in RGB: upright, and white where transparent."""
-    image = ImageOps.exif_transpose(Image.open(path))
-    if image.mode[0] in "IF":  # PIL would cut off what is above 255
-        raise BadInput(f"{path}: has more than 8 bits per channel")
-    image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-
-def load_prompts(path):
-    """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, paths of targets or None.
-    Lines end at \\n, \\r\\n or \\r only; `str.splitlines` would also cut inside of a prompt."""
-    path = Path(path or Path(__file__).with_name("prompts.txt"))
-    prompts = []
-    targets = []  # paths: pictures would fill the memory
-    for number, line in enumerate(attempt(path, path.read_text, "utf-8-sig").split("\n"), start=1):
-        where = f"--prompts {path}, line {number}"
-        prompt, *target = [part.strip() for part in line.rstrip().split("\t")]
-        if prompt.startswith("#") or not line.strip():
-            continue
-        if not prompt or len(target) > 1 or re.search(ODD_LINE, line):
-            raise BadInput(f"{where}: must be a prompt, or a prompt, a tab and a path: {line!r}")
-        prompts.append(prompt)
-        targets.append(path.parent / target[0] if target else None)
-        if target:
-            attempt(where, open_image, targets[-1])
-    if not prompts or path.suffix.lower() in (".csv", ".tsv", ".json", ".yaml", ".parquet"):
-        raise BadInput(f"--prompts {path}: must be a text file with a prompt on each line")
-    return prompts, targets
-
 # --- Rewards ------------------------------------------------------------------
 # A reward is any function that gives each image a finite number, higher is better. Only differences
 # within a group matter. `--reward mine.py:bright` takes this one from mine.py:
@@ -198,6 +166,14 @@ def pil_to_tensor(images):
     """PIL images of one size -> [N, 3, H, W], fp32 in 0..1."""
     pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.tensor(pixels).movedim(3, 1).float() / 255
+
+def open_image(path):
+    """A picture as its owner sees it -> PIL image in RGB: upright, and white where transparent."""
+    image = ImageOps.exif_transpose(Image.open(path))
+    if image.mode[0] in "IF":  # PIL would cut off what is above 255
+        raise BadInput(f"{path}: has more than 8 bits per channel")
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 def find_color(prompt):
     """The first color word of the prompt -> [3], in 0..1."""
@@ -218,45 +194,6 @@ def reward_mse(images, prompts, targets):
     return -(pil_to_tensor(images) - pil_to_tensor(targets)).square().mean((1, 2, 3))
 
 REWARDS = {"color": reward_color, "mse": reward_mse}
-
-reward_folders = []  # those on sys.path
-
-def import_file(path):
-    """Imports a file as a module under its own name, so that it can import its neighbours, and
-    processes that it starts find its functions. Other modules must not have the same names."""
-    path = Path(path).resolve()
-    if not path.is_file() or path.suffix != ".py":
-        raise BadInput(f"--reward: {path} is no file of Python")
-    for finder, name, _ in pkgutil.iter_modules([str(path.parent)]):
-        file = finder.find_spec(name).origin
-        loaded = getattr(sys.modules.get(name), "__spec__", None)
-        for spec in (loaded, importlib.machinery.PathFinder.find_spec(name, reward_folders)):
-            if spec and spec.origin and os.path.realpath(spec.origin) != os.path.realpath(file):
-                raise BadInput(f"--reward: {file} and {spec.origin} have one name; rename one")
-    reward_folders.append(str(path.parent))
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-def load_rewards(text):
-    """Text such as color=1,mine.py:sharp=.2 -> {name: (function, weight)}; no weight means 1."""
-    rewards = {}
-    import_once = functools.cache(import_file)  # once for all rewards of a file
-    for part in text.split(","):
-        path, _, rest = part.strip().rpartition(":")
-        name, _, weight = rest.partition("=")
-        function = getattr(import_once(path), name, None) if path else REWARDS.get(name)
-        if not callable(function) or name in rewards:
-            raise BadInput(f"--reward {part}: needs a function, once, and no comma in its path")
-        signature = attempt(f"--reward {part}", inspect.signature, function)
-        attempt(f"--reward {part}: is called with 3 lists", signature.bind, 1, 2, 3)
-        weight = attempt(f"--reward {part}", float, weight or 1)
-        if not math.isfinite(weight):
-            raise BadInput(f"--reward {part}: its weight must be finite")
-        rewards[name] = function, weight
-    return rewards
 
 def read_scores(values):
     """What a reward returns, any numbers in an order -> fp64 [N]."""
@@ -283,20 +220,6 @@ def compute_rewards(images, prompts, targets, rewards, finite=True):
         total += weight * scores
     metrics["reward"] = total.mean().item()
     return total, metrics
-
-def try_rewards(rewards, prompts, targets, config):
-    """Finds mistakes before a model is loaded: calls the rewards for gray images of 8 prompts.
-    Where a reward compares images with each other, these may give NaN."""
-    functions = [function for function, _ in rewards.values()]
-    if reward_mse in functions and None in targets:
-        raise BadInput("--reward mse: every line of --prompts needs a target")
-    if reward_color in functions:
-        for prompt in prompts:
-            find_color(prompt)  # or raises
-    rows = np.arange(len(prompts))[:8].repeat(config.group_size)
-    gray = [Image.new("RGB", (config.width, config.height), "gray")] * len(rows)
-    texts = [prompts[row] for row in rows]
-    compute_rewards(gray, texts, [targets[row] for row in rows], rewards, finite=False)
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------
 class LoRA:
@@ -601,8 +524,8 @@ def fetch_tables(rope, inputs, tables):
     return tuple([table.to(DEVICE) for table in tables])
 
 class TwoHalves:
-    """The AR half and the DiT half of a `GlmImagePipeline`, made fast and small. Numbers stay the
-    same, but for rounding."""
+    """The AR half and the DiT half of a `GlmImagePipeline`, made fast and small. A first reader can
+    skip this: it changes no number but by rounding."""
     def __init__(self, pipe, config):
         policy = pipe.vision_language_encoder  # its vision tower is not used here
         self.ar = nn.ModuleList([policy.model.language_model, policy.lm_head])
@@ -786,6 +709,83 @@ class GLMImageWrapper(PolicyWrapper):
                     height=config.height, width=config.width, guidance_scale=config.guidance,
                     num_inference_steps=config.decode_steps, **pipe_inputs).images
         return images
+
+# --- Prompts and rewards that the user brings ---------------------------------
+ODD_LINE = r"""[\0-\x08\x0e-\x1b\ufeff]|^\s*[{\[]\s*(['"{\[]|$)"""  # not of a text, or of JSON
+
+def load_prompts(path):
+    """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, paths of targets or None.
+    Lines end at \\n, \\r\\n or \\r only; `str.splitlines` would also cut inside of a prompt."""
+    path = Path(path or Path(__file__).with_name("prompts.txt"))
+    prompts = []
+    targets = []  # paths: pictures would fill the memory
+    for number, line in enumerate(attempt(path, path.read_text, "utf-8-sig").split("\n"), start=1):
+        where = f"--prompts {path}, line {number}"
+        prompt, *target = [part.strip() for part in line.rstrip().split("\t")]
+        if prompt.startswith("#") or not line.strip():
+            continue
+        if not prompt or len(target) > 1 or re.search(ODD_LINE, line):
+            raise BadInput(f"{where}: must be a prompt, or a prompt, a tab and a path: {line!r}")
+        prompts.append(prompt)
+        targets.append(path.parent / target[0] if target else None)
+        if target:
+            attempt(where, open_image, targets[-1])
+    if not prompts or path.suffix.lower() in (".csv", ".tsv", ".json", ".yaml", ".parquet"):
+        raise BadInput(f"--prompts {path}: must be a text file with a prompt on each line")
+    return prompts, targets
+
+reward_folders = []  # those on sys.path
+
+def import_file(path):
+    """Imports a file as a module under its own name, so that it can import its neighbours, and
+    processes that it starts find its functions. Other modules must not have the same names."""
+    path = Path(path).resolve()
+    if not path.is_file() or path.suffix != ".py":
+        raise BadInput(f"--reward: {path} is no file of Python")
+    for finder, name, _ in pkgutil.iter_modules([str(path.parent)]):
+        file = finder.find_spec(name).origin
+        loaded = getattr(sys.modules.get(name), "__spec__", None)
+        for spec in (loaded, importlib.machinery.PathFinder.find_spec(name, reward_folders)):
+            if spec and spec.origin and os.path.realpath(spec.origin) != os.path.realpath(file):
+                raise BadInput(f"--reward: {file} and {spec.origin} have one name; rename one")
+    reward_folders.append(str(path.parent))
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+def load_rewards(text):
+    """Text such as color=1,mine.py:sharp=.2 -> {name: (function, weight)}; no weight means 1."""
+    rewards = {}
+    import_once = functools.cache(import_file)  # once for all rewards of a file
+    for part in text.split(","):
+        path, _, rest = part.strip().rpartition(":")
+        name, _, weight = rest.partition("=")
+        function = getattr(import_once(path), name, None) if path else REWARDS.get(name)
+        if not callable(function) or name in rewards:
+            raise BadInput(f"--reward {part}: needs a function, once, and no comma in its path")
+        signature = attempt(f"--reward {part}", inspect.signature, function)
+        attempt(f"--reward {part}: is called with 3 lists", signature.bind, 1, 2, 3)
+        weight = attempt(f"--reward {part}", float, weight or 1)
+        if not math.isfinite(weight):
+            raise BadInput(f"--reward {part}: its weight must be finite")
+        rewards[name] = function, weight
+    return rewards
+
+def try_rewards(rewards, prompts, targets, config):
+    """Finds mistakes before a model is loaded: calls the rewards for gray images of 8 prompts.
+    Where a reward compares images with each other, these may give NaN."""
+    functions = [function for function, _ in rewards.values()]
+    if reward_mse in functions and None in targets:
+        raise BadInput("--reward mse: every line of --prompts needs a target")
+    if reward_color in functions:
+        for prompt in prompts:
+            find_color(prompt)  # or raises
+    rows = np.arange(len(prompts))[:8].repeat(config.group_size)
+    gray = [Image.new("RGB", (config.width, config.height), "gray")] * len(rows)
+    texts = [prompts[row] for row in rows]
+    compute_rewards(gray, texts, [targets[row] for row in rows], rewards, finite=False)
 
 # --- The command line ---------------------------------------------------------
 def parse_args(argv=None, **defaults):
