@@ -28,6 +28,10 @@ from examples import make_tiny
 pytestmark = [pytest.mark.filterwarnings("error::FutureWarning"),
               pytest.mark.filterwarnings("error::DeprecationWarning")]
 
+# Tests that pin the published algorithm: `pytest -m "not algorithm"` leaves them out, to test a change of it.
+warnings.filterwarnings("ignore", "Unknown pytest.mark.algorithm")
+algorithm = pytest.mark.algorithm
+
 torch.set_num_threads(1)  # two would wait for each other, busily, where the machine does other work
 HERE = Path(__file__).parent
 PROMPTS = ["a red fox on a wall", "yellow"]  # of different length, so that one of them is padded
@@ -218,6 +222,7 @@ def test_saved_paths_do_not_depend_on_the_directory(tmp_path, monkeypatch):
     assert grpo.parse_args("--model zai-org/GLM-Image".split()).model == "zai-org/GLM-Image"
 
 # --- The maths ----------------------------------------------------------------------------------------------
+@algorithm
 def test_advantages_by_hand():
     """The mean of six 0.3s is not 0.3 in floats: over a tiny std that was an advantage of 0.03, not of 0."""
     groups = np.array([
@@ -238,6 +243,7 @@ def test_advantages_by_hand():
     (1.15, 1.0, 0.1, 1.1, False), (0.85, -1.0, 0.1, -0.9, False),  # 0.1 alone clipped at .9 and 1.2
     (1.3, 1.0, 0.4, 1.3, True), (0.7, -1.0, 0.4, -0.7, True), (1.3, 1.0, 0, 1.0, False)])  # 0 is a bound too
 
+@algorithm
 def test_the_clip_by_hand(ratio, advantage, clip_range, surrogate, moves):
     """Guards the min: with max, or with the clip alone, two of the first four are wrong."""
     new = torch.tensor([[math.log(ratio)]], requires_grad=True)
@@ -246,6 +252,7 @@ def test_the_clip_by_hand(ratio, advantage, clip_range, surrogate, moves):
     assert new.grad.any() == moves and metrics == pytest.approx(dict(
         loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, clip_frac=float(not moves)))  # and no KL
 
+@algorithm
 def test_the_ratio_is_of_a_token():
     """The ratio of a whole sequence (GSPO) has a loss of -0.866 here, and passed all other tests."""
     new = torch.tensor([[1.5, 0.5]]).log()
@@ -258,6 +265,7 @@ def test_the_ratio_is_of_a_token():
     (1e-5, 5e-11), (-1e-5, 5e-11),  # exp(delta) - delta - 1 rounds to 0, or to a thousand times as much
     (1000.0, math.exp(20) - 21)])  # clamped at 20: exp(1000) is inf, and so the loss of the whole batch
 
+@algorithm
 def test_k3_by_hand_and_at_the_extremes(delta, kl):
     """Guards the sign of ref - new, in the value and in the gradient, and a KL without weight in the log."""
     new = torch.zeros(1, 1, requires_grad=True)
@@ -287,6 +295,7 @@ def test_advantages_do_not_feel_a_constant(offset):
     assert torch.allclose(grpo.compute_advantages(total, 4), plain, atol=1e-5 if offset == -3e9 else 1e-6)
     assert not grpo.compute_advantages([offset + 0.3] * 6, 6).any()
 
+@algorithm
 def test_whole_samples_may_have_a_log_prob_each():
     """Log-probs [N] are those of one token a sample: same loss, same metrics, same gradient."""
     new, old, ref = torch.randn(3, 6, 1, requires_grad=True)
@@ -306,6 +315,7 @@ def test_advantages_are_not_broadcast():
         with pytest.raises(ValueError, match="advantages"):
             grpo.compute_grpo_loss(torch.ones(logprobs), torch.ones(logprobs), torch.ones(advantages))
 
+@algorithm
 def test_gradient_at_the_old_policy_is_reinforce():
     """Why a loss of 0 still learns; and only `new` carries a gradient."""
     new, ref = torch.randn(2, 6, 5, requires_grad=True)
@@ -648,6 +658,7 @@ def test_the_product_of_lora_is_in_the_type_of_the_model():
     assert output.dtype == torch.bfloat16
     assert torch.equal(output, (base + 2 * (x @ A.T).float() @ B.float().T).bfloat16())
 
+@algorithm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_adapters_train(dtype, tmp_path):
     """All else is frozen; they are fp32, in the file too: in bf16 0.02 plus a step of 5e-5 is 0.02."""
@@ -815,6 +826,7 @@ def test_an_update_whose_gradient_is_not_finite_is_left_out(tmp_path, bad):
     assert all(not torch.equal(weight, before[0][name]) for name, weight in weights.items())
     assert all(weight.isfinite().all() for weight in weights.values())
 
+@algorithm
 def test_settings_reach_the_update_and_the_log(tmp_path, monkeypatch):
     """A flag that is forgotten looks like one that does not help; a row is of all passes, not of the last."""
     settings = dict(clip_range=0.3, kl_coef=0.5)
@@ -846,6 +858,7 @@ def test_settings_reach_the_update_and_the_log(tmp_path, monkeypatch):
     for weight in trainer.lora.weights.values():
         assert min(weight.shape) == 2 and weight.grad is None  # no memory while the next step samples
 
+@algorithm
 def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     """A reward that reads the prompt must meet the image of that prompt: p0 p0 .. p1 p1 .. all the way."""
     spy = mock.Mock(return_value=torch.arange(8))
@@ -870,6 +883,7 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     assert decode.call_args.args[0] == prompts[::4] and decode.call_args.args[2] == seeds
     assert images == wrapper.decode(prompts[::4], rollout.tokens, seeds)
 
+@algorithm
 def test_metrics_by_hand(tmp_path, monkeypatch):
     """A wrong spread, gap or entropy looks healthy for ever; time is that of a step with its saving, memory its maximum."""
     trainer = make_trainer(
@@ -1433,6 +1447,7 @@ def first_command(request, tmp_path_factory):
         yield process, folder / "out"
         process.kill()
 
+@algorithm
 def test_the_first_command_learns_and_leaves_what_the_readme_says(first_command, monkeypatch):
     """Rewards rise by far more than luck, all fixed pictures but one at most get their colour; it goes on."""
     process, out = first_command
