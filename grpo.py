@@ -370,7 +370,8 @@ class GRPOTrainer:
             self.open_folder(config)
 
     def open_folder(self, config):
-        self.out.mkdir(parents=True, exist_ok=bool(config.resume))  # two runs never share one
+        # This fails if the folder exists, so that two runs never share one.
+        attempt("--out", self.out.mkdir, parents=True, exist_ok=bool(config.resume))
         self.lock = filelock.FileLock(self.out / ".lock", timeout=0, is_singleton=True)
         attempt("--resume: another process trains in this folder", self.lock.acquire)
         settings = vars(config) | dict(out=None, resume=None)

@@ -1099,7 +1099,7 @@ def test_two_trainers_never_share_a_folder(finished, tmp_path, monkeypatch):
     with pytest.raises(grpo.BadInput, match="--out"):
         grpo.parse_args([f"--out={finished}"])
     config = make_config(out=str(finished))
-    with pytest.raises(FileExistsError):
+    with pytest.raises(grpo.BadInput, match="--out.*exists"):
         grpo.GRPOTrainer(config, make_wrapper(config=config), ["green"], grpo.load_rewards("color"))
     assert {path: path.read_bytes() for path in finished.rglob("*.*")} == before
 
