@@ -712,7 +712,7 @@ class GLMImageWrapper(PolicyWrapper):
         return images
 
 # --- Prompts and rewards that the user brings ---------------------------------
-ODD_LINE = r"""[\0-\x08\x0e-\x1b\ufeff]|^\s*[{\[]\s*(['"{\[]|$)"""  # not of a text, or of JSON
+ODD_LINE = r"""[\0-\x08\x0e-\x1b\ufeff]|^\s*[{\[]\s*(['"]|$)"""  # not of a text, or of JSON
 
 def load_prompts(path):
     """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, paths of targets or None.

@@ -498,10 +498,10 @@ def test_prompts_file(tmp_path):
     """Marks, comments and blank lines are no prompts; one with two targets is two; targets lie beside it."""
     for name in "tu":
         Image.new("RGB", (5, 5)).save(tmp_path / f"{name}.png")
-    text = "\ufeff# no\n\n  # nor this\r\n  a red fox\tt.png\nplain #1 \ra red fox\tu.png\t\n"
+    text = "\ufeff# no\n\n  # nor this\r\n  a red fox\tt.png\n{{plain}} #1 \ra red fox\tu.png\t\n"
     (tmp_path / "p.txt").write_bytes(text.encode())
     prompts, targets = grpo.load_prompts(tmp_path / "p.txt")
-    assert prompts == ["a red fox", "plain #1", "a red fox"]
+    assert prompts == ["a red fox", "{{plain}} #1", "a red fox"]
     assert targets == [tmp_path / "t.png", None, tmp_path / "u.png"]
 
 @pytest.mark.parametrize("mark", "\u2028 \u2029 \x85 \x0b \x0c \x1c \x1d \x1e".split(" "))
