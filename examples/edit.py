@@ -2,18 +2,98 @@
 
     python -m examples.edit --model zai-org/GLM-Image --prompts edits.txt --reward mine.py:good
 
-It takes the flags of grpo.py. --width and --height are those of the result; a source may have
-another size. A line of edits.txt is `instruction<TAB>source.png`, where the path is relative to the
-folder of edits.txt. Rewards get the source as the target. examples/squares.py makes a small model,
-and docs/edit.md shows a run with it."""
-import functools
+A line of edits.txt is `instruction<TAB>source.png`, where the path is relative to the folder of
+edits.txt. A source may have any size, up to four times as long as wide: it is turned upright, and
+cropped about its middle to sides that are multiples of 32. Rewards get it as the target. The flags
+are those of grpo.py; --width and --height are those of the result. examples/make/squares.py makes a
+small model, and docs/edit.md shows a run with it.
+"""
+import functools, sys
+from pathlib import Path
 
 import torch
 from PIL import Image
 from torch.nn.functional import pad
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
-from examples.codes import encode_images, load_prompts, load_rewards
+
+# --- Prompts, sources and rewards ---------------------------------------------
+def crop(image):
+    """Cuts off what the image processor would squeeze in: GLM-Image has a code for each 32 x 32
+    pixels. It also refuses long pictures."""
+    w = image.width // 32 * 32
+    h = image.height // 32 * 32
+    if min(w, h) < 32 or max(w, h) > 4 * min(w, h):
+        raise grpo.BadInput(
+            f"a source of {image.width} x {image.height} pixels is too small, or over four times "
+            "as long as wide")
+    left = (image.width - w) // 2
+    top = (image.height - h) // 2
+    return image.crop((left, top, left + w, top + h))
+
+def open_source(path):
+    return grpo.attempt(path, crop, grpo.open_image(path))
+
+def load_prompts(path):
+    """Reads lines `instruction<TAB>source.png` -> prompts, and the paths of their sources. A prompt
+    keeps the path of its source, as a wrapper is given prompts only: the line `make it
+    red<TAB>fox.png` of data/edits.txt gives the prompt `make it red<TAB>data/fox.png`."""
+    if path is None:
+        raise grpo.BadInput("--prompts: needs a file of lines `instruction<TAB>source.png`")
+    instructions, sources = grpo.load_prompts(path)
+    for instruction, source in zip(instructions, sources):
+        if source is None:
+            raise grpo.BadInput(f"--prompts {path}: {instruction!r} needs a tab and a source")
+        grpo.attempt(f"--prompts {path}", open_source, source)
+    return [f"{prompt}\t{source}" for prompt, source in zip(instructions, sources)], sources
+
+def load_rewards(text):
+    """The rewards of grpo.py, but they get the instructions, without paths, and cropped sources."""
+    rewards = {}
+    for name, (function, weight) in grpo.load_rewards(text).items():
+        rewards[name] = functools.partial(call_with_instructions, function), weight
+    return rewards
+
+def call_with_instructions(function, images, prompts, targets):
+    instructions = [prompt.split("\t")[0] for prompt in prompts]
+    return function(images, instructions, [crop(target) for target in targets])
+
+# --- The model ----------------------------------------------------------------
+@torch.no_grad()
+def encode_images(pipe, images, resize=True):
+    """PIL images whose sides are multiples of 32 -> codes [h, w] of each, on the CPU. They are the
+    codes that the stock pipeline makes of a picture to edit, one for each 32 x 32 pixels. The
+    image processor first resizes pictures that are too small or too large for its settings, unless
+    `resize` is False."""
+    model = pipe.vision_language_encoder.model
+    # In tiny-glm-image the vision tower does not fit the image processor, as nothing used them.
+    if pipe.processor.image_processor.patch_size != model.visual.config.patch_size:
+        raise grpo.BadInput(
+            "--model: it cannot see pictures. GLM-Image can, and so can the small models that "
+            "examples/make/mosaics.py makes for sft.py, and examples/make/squares.py for edit.py")
+    # GLMImageWrapper leaves the vision tower and the codebook on the CPU. They visit the GPU for
+    # this call only, as the two halves of the model need the room.
+    tower = torch.nn.ModuleList([model.visual, model.vqmodel])
+    home = model.visual.device
+    tower.to(grpo.DEVICE)
+    settings = {}
+    if not resize:
+        # Despite their names, these are the smallest and the largest area, in pixels.
+        settings["size"] = dict(shortest_edge=32**2, longest_edge=10**8)
+    codes = []
+    for image in images:
+        # The processor raises ValueError if a side is over 4 times as long as the other.
+        inputs = grpo.attempt(
+            f"a picture of {image.width} x {image.height} pixels", pipe.processor.image_processor,
+            [image], return_tensors="pt", **settings)
+        _, h, w = inputs.image_grid_thw[0].tolist()  # in codes
+        inputs = inputs.to(grpo.DEVICE)
+        features = model.get_image_features(inputs.pixel_values, inputs.image_grid_thw)
+        # `pooler_output` has a feature for each code, despite its name.
+        codes.append(model.get_image_tokens(features.pooler_output).view(h, w).cpu())
+    tower.to(home)
+    return codes
 
 class EditWrapper(grpo.GLMImageWrapper):
     """Three things differ when GLM-Image edits. The policy reads the source's codes before the
@@ -21,33 +101,34 @@ class EditWrapper(grpo.GLMImageWrapper):
     `instruction<TAB>path` here, as the methods of a wrapper get prompts and no sources."""
     @functools.cache  # each source is encoded once
     def load_source(self, path):
-        """-> PIL image, codes [h, w]"""
-        source = Image.open(path).convert("RGB")
-        # The processor in `encode` resizes it too, and makes room for as many codes.
+        """-> its size, codes [h, w]. The pictures themselves would fill the memory."""
+        source = open_source(path)
         codes, = encode_images(self.pipe, [source], resize=True)
-        return source, codes
+        return source.size, codes
 
     def encode(self, prompts):
-        """As in grpo.py: -> ids [B, L], position_ids [3, B, L + T], bias."""
+        """As in grpo.py: -> ids [B, L], mask [B, L + T], position_ids [3, B, L + T]."""
         chats = []
         codes = []
         for prompt in prompts:
             instruction, path = prompt.split("\t")
-            source, source_codes = self.load_source(path)
-            content = [dict(type="image", image=source), dict(type="text", text=instruction)]
+            size, source_codes = self.load_source(path)
+            # The processor makes room for as many codes. Any picture of this size will do.
+            content = [dict(type="image", image=Image.new("RGB", size)),
+                       dict(type="text", text=instruction)]
             chats.append([dict(role="user", content=content)])
             codes.append(source_codes.flatten())
         batch = self.pipe.processor.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(
                 target_h=self.config.height, target_w=self.config.width,
                 padding=True, padding_side="left"))
-        position_ids = self.count_positions(batch).to(grpo.DEVICE)
+        mask, position_ids = self.count_positions(batch)
         ids = batch.input_ids  # with a placeholder for each code of the sources
         ids[ids == self.pipe.processor.image_token_id] = torch.cat(codes)
-        return ids.to(grpo.DEVICE), position_ids, grpo.build_bias(position_ids, self.policy.dtype)
+        return ids.to(grpo.DEVICE), mask.to(grpo.DEVICE), position_ids.to(grpo.DEVICE)
 
     def count_positions(self, batch):
-        """Positions of the prompts and of the codes to draw, [3, B, L + T].
+        """The mask and positions of the prompts and of the codes to draw.
         `grpo.build_position_ids` is for prompts of text only. `get_rope_index` of `transformers`
         also counts an image inside a prompt. It takes the codes to draw for an image only if an
         end mark follows them. So each prompt gets T more tokens, of any value, and the mark."""
@@ -59,20 +140,16 @@ class EditWrapper(grpo.GLMImageWrapper):
         mask = pad(batch.attention_mask, (0, T + 1), value=1)
         position_ids, _ = self.policy.model.get_rope_index(
             ids, batch.image_grid_thw, batch.images_per_sample, mask)
-        position_ids = position_ids.masked_fill(mask == 0, -1)  # padding, as in grpo.py
-        return position_ids[..., :-1]  # without the mark
+        return mask[:, :-1], position_ids[..., :-1]  # without the end mark
 
-    def forward(self, ids, position_ids, bias, cache=None):
-        """Without a cache, as in grpo.py. With a cache, the caller is `sample`, which needs the
-        logits of the last token only. A source makes a prompt long, and the logits of all its
-        tokens would take gigabytes. So prompts go into the cache in pieces, and only the last
-        piece's logits are returned. 64 tokens are few enough."""
-        if cache is None:
-            return super().forward(ids, position_ids, bias)
-        for start in range(0, ids.shape[1], 64):
-            piece = slice(start, start + 64)
-            logits = super().forward(
-                ids[:, piece], position_ids[..., piece], bias[:, :, piece], cache)
+    def forward(self, ids, mask, position_ids, num_last, cache=None):
+        """As in grpo.py. With a cache, the caller is `sample`. A source makes a prompt long, and
+        the activations of a whole batch of them would take gigabytes. So prompts go into the cache
+        in pieces of 64 tokens."""
+        size = ids.shape[1] if cache is None else 64
+        for start in range(0, ids.shape[1], size):
+            piece = slice(start, start + size)
+            logits = super().forward(ids[:, piece], mask, position_ids[..., piece], num_last, cache)
         return logits
 
     def decode(self, prompts, tokens, seeds):
@@ -82,11 +159,11 @@ class EditWrapper(grpo.GLMImageWrapper):
         images = []
         for prompt, group, seed in zip(prompts, groups, seeds, strict=True):
             instruction, path = prompt.split("\t")
-            source, codes = self.load_source(path)
+            _, codes = self.load_source(path)
             h, w = codes.shape
             # If the source is very small or very large, its codes are those of a resized picture.
             # The DiT needs a picture of that size.
-            source = source.resize((32 * w, 32 * h))
+            source = open_source(path).resize((32 * w, 32 * h))
             codes = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)  # each as 2 x 2
             grid = torch.tensor([[1, 2 * h, 2 * w]])  # of one source, in patches of the DiT
             codes = codes.flatten().to(grpo.DEVICE)
@@ -99,5 +176,7 @@ class EditWrapper(grpo.GLMImageWrapper):
         return images
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)  # before the flags
     grpo.main(load_model=EditWrapper.from_pretrained,
               load_prompts=load_prompts, load_rewards=load_rewards)

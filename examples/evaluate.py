@@ -1,29 +1,53 @@
-"""Evaluates a run's saved adapters on held-out prompts: how much each reward changes, with a 95 %
-interval, and how much the samples of a prompt still differ.
+"""Compares adapters on held-out prompts: how much each reward changes, with a 95 % interval, and
+how much the samples of a prompt still differ. They may be of one run or of several.
 
     python -m examples.evaluate runs/mine --steps 0 20 --reward color,mine.py:bright
-Writes evaluation.json, with every score, and film.png, a grid of images, to the run's folder."""
-import argparse, itertools, json, textwrap
-from pathlib import Path
-import numpy as np
-from PIL import Image, ImageChops, ImageDraw, ImageFont, ImageOps
-import grpo
+    python -m examples.evaluate runs/a runs/b runs/c/adapter_00010 --prompts mine.txt
+    python -m examples.evaluate runs/edit --edit --prompts held_out.txt
 
-def evaluate(wrapper, lora, adapters, prompts, targets, rewards, samples=4, seed=0):
+All adapters use the same seeds. The first one is what the others are compared with. The first run's
+folder gets evaluation.json, with every score, and film.png, a grid of pictures.
+"""
+import argparse, itertools, json, sys
+from pathlib import Path
+
+import numpy as np
+from PIL import ImageChops
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+import grpo
+from examples import edit
+from examples.generate import find_adapters, load_adapter, load_wrapper, read_settings
+from examples.plot import draw_film
+
+def evaluate(adapters, prompts, targets, rewards, samples=4, seed=0, with_sources=False):
     """For each adapter folder, yields `measure` of each prompt, and the first image of each prompt.
     All adapters use the same seeds, so only the adapters make a difference."""
     seeds = [10**9 + seed * len(prompts) + i for i in range(len(prompts))]  # not used in training
+    wrapper = None
     for adapter in adapters:
-        lora.load(grpo.read_adapter(adapter, lora.config["r"]))
-        drawn = wrapper.generate_with_tracking(prompts, samples, seeds)
-        starts = range(0, len(drawn.prompts), samples)
-        groups = [drawn.part(slice(start, start + samples)) for start in starts]
-        rows = [measure(group, target, rewards) for group, target in zip(groups, targets)]
-        yield rows, drawn.images[::samples]
+        config = read_settings(adapter)
+        if wrapper is None or not alike(config, wrapper.config):
+            wrapper = None  # frees the memory of the last one
+            wrapper = load_wrapper(config, with_sources)
+            wrapper.check_prompts(prompts)
+        load_adapter(wrapper, adapter)
+        rollout = wrapper.sample(prompts, samples, seeds)
+        images = wrapper.decode(prompts, rollout.tokens, seeds)
+        rows = []
+        for i, target in enumerate(targets):
+            group = slice(i * samples, (i + 1) * samples)
+            rows.append(measure(images[group], rollout.part(group), target, rewards))
+        yield rows, images[::samples]
 
-def measure(group, target, rewards):
+def alike(config, other):
+    """Can a loaded model be used again?"""
+    names = ("model", "width", "height", "temperature", "top_k", "top_p", "decode_steps",
+             "guidance", "micro_batch_size", "offload", "compile")
+    return all([getattr(config, name) == getattr(other, name) for name in names])
+
+def measure(images, group, target, rewards):
     """The rewards of each sample of a prompt, and how much each pair of samples differs, 0..1."""
-    images = group.images
     n = len(images)
     measures = {}
     for name, (function, _) in rewards.items():
@@ -45,65 +69,85 @@ def find_interval(changes):
 def print_table(labels, results):
     """Each measure: mean, change since the first row, and the share of prompts where it rose."""
     n = len(results[0])
+    width = max(27, *map(len, labels))
     print(f"{n} prompts")
     if n < 12:
         print("Warning: with fewer than 12 prompts the intervals are too narrow. Use more.")
     for name in results[0][0]:
-        print(f"\n{name:32} mean  change   95 % interval    rose in")
+        print(f"\n{name:{width}}      mean  change   95 % interval    rose in")
         means = [np.array([np.mean(row[name]) for row in rows]) for rows in results]  # [P] each
         for label, values in zip(labels, means):
             changes = values - means[0]
             low, high = find_interval(changes)
-            print(f"  {label:27}{values.mean():8.3f}  {changes.mean():+.3f}  "
+            print(f"  {label:{width}}{values.mean():8.3f}  {changes.mean():+.3f}  "
                   f"{low:+.3f} .. {high:+.3f}  {np.mean(changes > 0):6.0%}")
 
-def draw_film(labels, pictures, prompts):
-    """A grid of images: a row per adapter, a column per prompt (the first eight), equal seeds."""
-    rows = [["", *prompts[:8]]] + [[label, *row[:8]] for label, row in zip(labels, pictures)]
-    film = Image.new("RGB", (200 * len(rows[0]), 200 * len(rows)), "lightgray")
-    font = ImageFont.load_default(size=22)
-    for y, row in enumerate(rows):
-        for x, cell in enumerate(row):
-            if isinstance(cell, str):
-                text = textwrap.fill(cell, 17, max_lines=7, placeholder=" ..")
-                ImageDraw.Draw(film).text((200 * x + 100, 200 * y + 100), text, "black", font, "mm")
-            else:
-                film.paste(ImageOps.contain(cell, (192, 192)), (200 * x + 4, 200 * y + 4))
-    return film
+def choose_adapters(paths, steps):
+    """-> {label: folder}. Of one run all adapters, of several the last of each, or `steps`."""
+    chosen = {}
+    for path in paths:
+        adapters = find_adapters(path)
+        if None in adapters:  # the path is that of an adapter
+            chosen[str(path)] = adapters[None]
+            continue
+        wanted = steps or ([*adapters] if len(paths) == 1 else [*adapters][-1:])
+        if not wanted or not {*wanted} <= adapters.keys():
+            raise grpo.BadInput(f"{path} only has adapters for steps {[*adapters]}")
+        for step in wanted:
+            label = f"step {step}" if len(paths) == 1 else f"{path}, step {step}"
+            chosen[label] = adapters[step]
+    return chosen
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="run", help="folder of a run, or of an adapter")
+    add("--steps", type=int, nargs="+", help="of the adapters; default: all of one run, or the "
+        "last of each of several")
+    add("--prompts", default=Path(__file__).with_name("make") / "held_out.txt",
+        help="text file with a prompt on each line; default: examples/make/held_out.txt")
+    add("--edit", action="store_true", help="the runs are of edit.py: --prompts has sources")
+    add("--reward", help="as for grpo.py; default: that of the first run")
+    add("--samples", type=int, default=4, help="per prompt; default: %(default)s")
+    add("--seed", type=int, default=0, help="seed of the samples; default: %(default)s")
+    if len(sys.argv) == 1:
+        parser.print_help()
+        parser.exit()
+    args = parser.parse_args()
+    try:  # all input is checked before a model is loaded
+        adapters = choose_adapters(args.runs, args.steps)
+        config = read_settings([*adapters.values()][0])
+        module = edit if args.edit else grpo
+        prompts, targets = module.load_prompts(args.prompts)
+        rewards = module.load_rewards(args.reward or config.reward)
+        grpo.try_rewards(rewards, prompts, targets, config)
+        if not args.edit and None not in targets:
+            print("The pictures of --prompts are targets. For runs of edit.py, type --edit.",
+                  file=sys.stderr)
+        if args.samples < 2:
+            raise grpo.BadInput("--samples: must be at least 2, to compare them")
+        results, pictures = zip(*evaluate(
+            adapters.values(), prompts, targets, rewards, args.samples, args.seed, args.edit))
+    except grpo.BadInput as error:
+        message = " ".join(str(error).split())
+        parser.exit(2, f"{parser.prog}: error: {message}\n")
+    print_table([*adapters], results)
+    write_files(args, adapters, prompts, targets, results, pictures)
+
+def write_files(args, adapters, prompts, targets, results, pictures):
+    folder = Path(args.runs[0])
+    number = next(n for n in ["", *range(2, 1000)]  # keep the files of earlier evaluations
+                  if not Path(folder, f"evaluation{n}.json").exists())
+    Path(folder, f"evaluation{number}.json").write_text(json.dumps(dict(
+        adapters=[*adapters], prompts=prompts, samples=args.samples, seed=args.seed,
+        results=results)))
+    rows = [["", *[prompt.split("\t")[0] for prompt in prompts]]]
+    if args.edit:
+        rows.append(["source", *map(edit.open_source, targets[:8])])
+    rows += [[label, *row] for label, row in zip(adapters, pictures)]
+    draw_film(rows).save(Path(folder, f"film{number}.png"))
+    print(f"\nWrote evaluation{number}.json, with every score, and film{number}.png to {folder}")
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Evaluates a run's adapters on held-out prompts.")
-    parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--steps", type=int, nargs="+", help="steps of the adapters; default: all")
-    parser.add_argument("--prompts", default="examples/held_out.txt", help="%(default)s by default")
-    parser.add_argument("--reward", help="as for grpo.py; default: the run's own")
-    parser.add_argument("--samples", type=int, default=4, help="samples per prompt; default: 4")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the samples; default: 0")
-    typed = parser.parse_args()
-    try:  # check all input before loading a model
-        config = grpo.parse_args(["--resume", str(typed.run)])
-        prompts, targets = grpo.load_prompts(typed.prompts)
-        rewards = grpo.load_rewards(typed.reward or config.reward)
-        config.adapter = config.resume = None  # this is not a training run
-        grpo.check_before_loading(config, prompts, targets, rewards)
-        adapters = {int(path.name[8:]): path for path in sorted(typed.run.glob("adapter_[0-9]*"))}
-        steps = typed.steps or list(adapters)
-        if not steps or not set(steps) <= adapters.keys():
-            raise grpo.BadInput(f"{typed.run} only has adapters for steps {list(adapters)}")
-        if typed.samples < 2:
-            raise grpo.BadInput("--samples: must be at least 2, to compare them")
-    except grpo.BadInput as error:
-        message = " ".join(str(error).replace("--resume ", "").split())  # it was not typed
-        parser.exit(2, f"evaluate.py: error: {message}\n")
-    wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
-    lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
-    results, pictures = zip(*evaluate(wrapper, lora, [adapters[step] for step in steps],
-                                      prompts, targets, rewards, typed.samples, typed.seed))
-    labels = [f"step {step}" for step in steps]
-    print_table(labels, results)
-    number = next(n for n in ["", *range(2, 1000)]  # keep the files of earlier evaluations
-                  if not Path(typed.run, f"evaluation{n}.json").exists())
-    Path(typed.run, f"evaluation{number}.json").write_text(json.dumps(dict(
-        steps=steps, prompts=prompts, samples=typed.samples, seed=typed.seed, results=results)))
-    draw_film(labels, pictures, prompts).save(Path(typed.run, f"film{number}.png"))
-    print(f"\nWrote evaluation{number}.json, with every score, and film{number}.png to {typed.run}")
+    main()

@@ -4,17 +4,23 @@ An action is a denoising step. The pipeline's Euler steps are deterministic. Her
 noise, and a drift that compensates for it. The latents keep the same distribution, and each noisy
 step has a log-prob, that of a Gaussian.
 
-    AR_ADAPTER=runs/ar/adapter_00020 python -m examples.flow --decode-steps 4 --kl-coef 0
+    python grpo.py --decode-steps 4 --out runs/ar
+    AR_ADAPTER=runs/ar/adapter_00020 python -m examples.flow --decode-steps 4 --lr 5e-3 \\
+        --reward examples/rewards.py:even --out runs/painter
 
-The model is that of grpo.py, or any other pipeline folder: `--model examples/tiny-glm-image`.
+It takes the flags of grpo.py. --kl-coef must be 0, its default here. AR_ADAPTER is the adapter of
+the AR half, and may be left out.
 
 Axes: N = P * G samples, B of them per micro-batch; W noisy steps; latents [C, h, w].
 """
-import json, math, os
+import math, os, sys
 from pathlib import Path
-import torch
+
 import numpy as np
+import torch
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
 from grpo import DEVICE
 
@@ -46,20 +52,19 @@ def check(config):
         grpo.read_adapter(AR_ADAPTER, read_rank(AR_ADAPTER))
 
 def read_rank(folder):
-    try:
-        return json.loads(Path(folder, "adapter_config.json").read_text())["r"]
-    except (OSError, ValueError, KeyError) as error:
-        raise grpo.BadInput(f"AR_ADAPTER={folder} contains no adapter: {error!r}")
+    path = Path(folder, "adapter_config.json")
+    return grpo.attempt(f"AR_ADAPTER={folder}", grpo.read_json, path).get("r")
 
 class Painter(grpo.PolicyWrapper):
     """A wrapper of the DiT. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noisy
-    step, after each noisy step, and at the end. In place of nuclei it returns the conditions,
-    `given` [N, 1 + K]: the index of the first noisy step, then the codes."""
+    step, after each noisy step, and at the end. A rollout's `allowed` has the conditions, `given`
+    [N, 1 + K]: the index of the first noisy step, then the codes."""
     lora_layers = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
 
     def __init__(self, ar):
         self.ar = ar  # the wrapper of grpo.py: it samples tokens, and is frozen
         self.pipe = ar.pipe
+        self.halves = ar.halves
         self.config = config = ar.config
         self.policy = ar.pipe.transformer
         self.policy.enable_gradient_checkpointing()
@@ -112,20 +117,27 @@ class Painter(grpo.PolicyWrapper):
             velocity = base + self.config.guidance * (velocity - base)
         return denoise(latents, velocity, self.sigmas[i], self.sigmas[i + 1], noise_level)
 
+    def check_prompts(self, prompts):
+        self.ar.check_prompts(prompts)
+
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
-        """P prompts, a seed per group -> latents, logprobs [N, W], given. A group shares its codes
-        and its initial noise: its rewards differ only because of the denoising."""
-        tokens, _, _ = self.ar.sample(prompts, 1, seeds)
-        self.ar.move_to_gpu(self.ar.dit)
+        """P prompts, a seed per group -> a Rollout. A group shares its codes and its initial noise:
+        its rewards differ only because of the denoising. With one image per prompt it is for the
+        log, and the latents are not drawn here: see `decode`."""
+        drawn = self.ar.sample(prompts, 1, seeds)
+        if group_size == 1:
+            return drawn
+        self.halves.move_to_gpu(self.halves.dit)
         h = self.config.height // 32
         w = self.config.width // 32
-        large = tokens[:, -h * w:].view(-1, h, w)  # without the draft, which is not decoded
+        large = drawn.tokens[:, -h * w:].view(-1, h, w)  # without the draft, which is not decoded
         codes = torch.kron(large, large.new_ones(1, 2, 2)).flatten(1)  # [P, K]
         samples = []
         for prompt, row, seed in zip(prompts, codes, self.pipe.progress_bar(seeds)):
             samples += self.sample_group(prompt, row.repeat(group_size, 1), seed)
-        return [torch.cat(parts) for parts in zip(*samples)]
+        repeated = np.repeat(prompts, group_size).tolist()
+        return grpo.Rollout(repeated, *[torch.cat(parts) for parts in zip(*samples)])
 
     def sample_group(self, prompt, codes, seed):
         """The seed decides all that is random: initial noise, start of the window, its noise."""
@@ -164,10 +176,10 @@ class Painter(grpo.PolicyWrapper):
 
     def compute_logprobs(self, rollout):
         """Repeats the noisy steps -> log-probs with a gradient, entropy [B, W]."""
-        self.ar.move_to_gpu(self.ar.dit)
+        self.halves.move_to_gpu(self.halves.dit)
         text = self.pipe.encode_prompt(rollout.prompts[0], self.config.guidance > 1)
-        start = rollout.nuclei[0, 0].item()
-        codes = rollout.nuclei[:, 1:].to(DEVICE)
+        start = rollout.allowed[0, 0].item()
+        codes = rollout.allowed[:, 1:].to(DEVICE)
         latents = rollout.tokens.to(DEVICE)
         logprobs = []
         for k in range(WINDOW):
@@ -178,8 +190,11 @@ class Painter(grpo.PolicyWrapper):
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
-        """The latents are finished: only the VAE is applied."""
-        self.ar.move_to_gpu(self.ar.dit)
+        """The latents are finished: only the VAE is applied. Codes [N, T], of one image per prompt,
+        are drawn by the pipeline without added noise, as for its users."""
+        if tokens.dim() == 2:
+            return self.ar.decode(prompts, tokens, seeds)
+        self.halves.move_to_gpu(self.halves.dit)
         vae = self.pipe.vae
         images = []
         for latents in tokens[:, -1:].to(DEVICE):
@@ -189,15 +204,7 @@ class Painter(grpo.PolicyWrapper):
             images += self.pipe.image_processor.postprocess(image)
         return images
 
-    def generate_with_tracking(self, prompts, group_size, seeds):
-        """Samples and their images. With one image per prompt it is for the log, and the pipeline
-        draws it without added noise, as for its users."""
-        if group_size == 1:
-            return self.ar.generate_with_tracking(prompts, 1, seeds)
-        path, logprobs, given = self.sample(prompts, group_size, seeds)
-        images = self.decode(prompts, path, seeds)
-        repeated = np.repeat(prompts, group_size).tolist()
-        return grpo.Rollout(repeated, images, path, logprobs, nuclei=given)
-
 if __name__ == "__main__":
-    grpo.main(load_model=Painter.from_pretrained)
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)  # before the flags
+    grpo.main(load_model=Painter.from_pretrained, kl_coef=0.0)

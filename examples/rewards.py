@@ -1,12 +1,24 @@
 """Ready-made rewards; docs/rewards.md says what each of them needs. Use them in place, or change a
 copy.
 
-    python grpo.py --reward examples/rewards.py:ocr --prompts words.txt"""
-import base64, difflib, functools, importlib, io, itertools, json, os, re, unicodedata
-import urllib.request, warnings
-import diffusers, huggingface_hub, numpy as np, torch, torch.nn.functional as F, transformers
+    python grpo.py --steps 5 --reward examples/rewards.py:sharpness=5,color=1
+    python grpo.py --reward examples/rewards.py:ocr --prompts words.txt
+    python -m examples.rewards    # lists them
+"""
+import base64, difflib, functools, importlib, inspect, io, itertools, json, os, re, sys
+import unicodedata, urllib.request, warnings
+from pathlib import Path
+
+import diffusers
+import huggingface_hub
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
 from PIL import Image
-from grpo import pil_to_tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+from grpo import find_color, pil_to_tensor
 
 CLIP = "openai/clip-vit-large-patch14"  # or another CLIP
 PICKSCORE = "yuvalkirstain/PickScore_v1"  # a CLIP fine-tuned on people's preferences
@@ -20,6 +32,24 @@ def need(module, packages):
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"this reward needs pip install {packages}: {error}") from None
+
+def sharpness(images, prompts, targets):
+    """How much neighbouring pixels differ."""
+    scores = []
+    for image in images:
+        pixels = pil_to_tensor([image])  # [1, 3, H, W]
+        down = pixels.diff(dim=2).abs().mean()
+        right = pixels.diff(dim=3).abs().mean()
+        scores.append((down + right).item())
+    return scores
+
+def even(images, prompts, targets=None):
+    """1 - |pixel color - color that the prompt names|, averaged over all pixels."""
+    scores = []
+    for image, prompt in zip(images, prompts):
+        color = find_color(prompt)[:, None, None]  # [3, 1, 1]
+        scores.append(1 - (pil_to_tensor([image]) - color).abs().mean().item())
+    return scores
 
 @functools.cache
 def load_reader():
@@ -153,3 +183,9 @@ def judge(images, prompts, targets=None):
             warnings.warn(f"judge returns 0, because there is no number in the answer {text!r}")
         scores.append(float(number[0]) if number else 0.0)
     return scores
+
+if __name__ == "__main__":
+    print(__doc__)
+    for name, function in list(globals().items()):
+        if inspect.isfunction(function) and [*inspect.signature(function).parameters][:1] == ["images"]:
+            print(f"{name:12} {inspect.getdoc(function)}")

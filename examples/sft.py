@@ -1,36 +1,44 @@
 """Supervised fine-tuning (SFT) of GLM-Image's AR half on a folder of your own pictures, each with a
 text beside it: fox.png, fox.txt. GRPO can follow, without its KL to the model before SFT:
 
-    python -m examples.sft my_pictures --out runs/mine
-    python grpo.py --adapter runs/mine/adapter_00100 --kl-coef 0
+    python -m examples.sft my_pictures --model zai-org/GLM-Image --out runs/mine
+    python grpo.py --model zai-org/GLM-Image --adapter runs/mine/adapter_00100 --kl-coef 0
 
 This program uses one GPU and takes grpo.py's flags, of which --prompts, --reward, --group-size,
---num-iterations, --clip-range and --kl-coef have no effect."""
-import random, sys
+--num-iterations, --clip-range and --kl-coef have no effect.
+"""
+import os, random, sys, time
 from pathlib import Path
+
 import torch
-from PIL import Image, ImageOps
+from PIL import ImageOps
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
-from examples.codes import encode_images
+from examples.edit import encode_images
+
+ENDINGS = ".png", ".jpg", ".jpeg", ".webp"
 
 def load_pictures(folder, size, seed):
-    """-> texts and their pictures, cropped around the centre and resized. Pairs are shuffled."""
-    with grpo.input_errors(folder, OSError):
-        files = sorted(Path(folder).iterdir())
-    paths = [path for path in files if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")]
+    """-> texts and their pictures, cropped about the middle and resized. Pairs are shuffled."""
+    files = [Path(folder, name) for name in sorted(grpo.attempt(folder, os.listdir, folder))]
+    paths = [path for path in files if path.suffix.lower() in ENDINGS]
     stems = [path.stem for path in paths]
     for path in files:
         if path.suffix == ".txt" and path.stem not in stems:
-            raise grpo.BadInput(f"{path}: there is no picture {path.stem}.png or .jpg beside it")
+            raise grpo.BadInput(f"{path}: there is no picture beside it; {ENDINGS} are read")
     if len(paths) < 2:  # at least one is held out
         raise grpo.BadInput(f"{folder}: needs two pictures or more, and has {len(paths)}")
+    others = sorted({path.suffix for path in files if path not in paths} - {".txt"})
+    if others:
+        print(f"{folder}: files with these endings are not read: {others}", file=sys.stderr)
     random.Random(seed).shuffle(paths)  # as the first of them are held out
-    texts, pictures = [], []
-    for path in paths:
-        with grpo.input_errors(f"{path}, or {path.stem}.txt beside it, cannot be read"):
-            texts.append(path.with_suffix(".txt").read_text(encoding="utf-8-sig").strip())
-            picture = ImageOps.exif_transpose(Image.open(path))  # a photo may lie on its side
-            pictures.append(ImageOps.fit(picture.convert("RGB"), size))
+    captions = [path.with_suffix(".txt") for path in paths]
+    texts = [grpo.attempt(path, path.read_text, "utf-8-sig").strip() for path in captions]
+    empty = sorted([path.name for path, text in zip(captions, texts) if not text])
+    if empty:
+        raise grpo.BadInput(f"{folder}: these texts are empty: {empty}")
+    pictures = [ImageOps.fit(grpo.attempt(path, grpo.open_image, path), size) for path in paths]
     return texts, pictures
 
 def encode_pictures(pipe, pictures):
@@ -60,22 +68,29 @@ class SFTTrainer(grpo.GRPOTrainer):
         """Yields the loss of each micro-batch times its share, so that their sum is the mean."""
         for part in rows.split(self.config.micro_batch_size):
             texts = [self.prompts[row] for row in part.tolist()]
-            batch = grpo.Rollout(  # `compute_logprobs` needs no more; without nuclei, no top-p
-                prompts=texts, tokens=self.codes[part], images=None, logprobs=None, nuclei=None)
+            batch = grpo.Rollout(texts, self.codes[part], logprobs=None, allowed=None)
             logprobs, _ = self.wrapper.compute_logprobs(batch)  # [B, T]
             yield -logprobs.mean() * len(part) / len(rows)
 
     def train(self):
         if not self.history:
-            self.save_samples(0)  # before training
+            self.save(0)  # before training
+        started = time.perf_counter()
         for step in range(len(self.history) + 1, self.config.steps + 1):
             places, _ = grpo.choose_prompts(step, len(self.trained_rows), self.config)
-            total = 0.0
-            for loss in self.compute_losses(self.trained_rows[places]):
-                loss.backward()
-                total += loss.item()
-            grad_norm = self.update_weights()
-            self.log(step, dict(loss=total, grad_norm=grad_norm))  # may call save_samples
+            metrics = self.train_step(self.trained_rows[places])
+            metrics["seconds"] = time.perf_counter() - started
+            started = time.perf_counter()
+            self.log(step, metrics)
+            self.save(step)
+
+    def train_step(self, rows):
+        self.optimizer.zero_grad()
+        total = 0.0
+        for loss in self.compute_losses(rows):
+            loss.backward()
+            total += loss.item()
+        return dict(loss=total, grad_norm=self.update_weights())
 
     @torch.no_grad()
     def save_samples(self, step):
@@ -84,17 +99,22 @@ class SFTTrainer(grpo.GRPOTrainer):
         print(f"after {step} steps: held-out loss {loss:.4g}", flush=True)
         super().save_samples(step)
 
-if __name__ == "__main__":
+def main():
+    folder, *flags = sys.argv[1:] or ["--help"]
+    if {"-h", "--help"} & {folder, *flags}:
+        print(__doc__)  # before the flags
+        grpo.parse_args(["--help"])
     try:
-        if len(sys.argv) < 2 or sys.argv[1].startswith("-") or grpo.WORLD_SIZE > 1:
-            raise grpo.BadInput("type python -m examples.sft FOLDER, then flags; it uses one GPU")
-        folder, *flags = sys.argv[1:]
+        if folder.startswith("-") or grpo.WORLD_SIZE > 1:
+            raise grpo.BadInput("type the folder of pictures, then flags; it uses one GPU")
         # The model itself is fitted, so its logits are not divided by a temperature.
         config = grpo.parse_args(flags, temperature=1.0)
         texts, pictures = load_pictures(folder, (config.width, config.height), config.seed)
-        grpo.check_before_loading(config, texts, targets=None, rewards={})  # --out, --adapter
         wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
         SFTTrainer(config, wrapper, texts, encode_pictures(wrapper.pipe, pictures)).train()
     except grpo.BadInput as error:
         print("sft.py: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)
+
+if __name__ == "__main__":
+    main()

@@ -8,13 +8,15 @@ every colour is about equally likely, and learns to paint the one that the promp
 
 It takes the flags of grpo.py. Of those for the model only --width and --height have an effect.
 """
-import re
+import re, sys
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
 
 NAMES = list(grpo.COLORS)  # code k is the colour NAMES[k]
@@ -42,12 +44,8 @@ class Toy(grpo.PolicyWrapper):
         words = torch.tensor([find_word(prompt) for prompt in prompts], device=grpo.DEVICE)
         return self.policy(words).log_softmax(2)
 
-    def paint(self, tokens):
-        pixels = (PALETTE[tokens.view(SIDE, SIDE)] * 255).byte().numpy()
-        return Image.fromarray(pixels).resize(self.size, Image.NEAREST)
-
     @torch.no_grad()
-    def generate_with_tracking(self, prompts, group_size, seeds):
+    def sample(self, prompts, group_size, seeds):
         chances = self.compute_all_logprobs(prompts).exp().cpu()  # [P, T, V]
         groups = []
         for squares, seed in zip(chances, seeds):  # each group has its own random numbers
@@ -56,9 +54,15 @@ class Toy(grpo.PolicyWrapper):
             groups.append(drawn.T)  # [G, T]
         tokens = torch.cat(groups)  # [N, T]
         logprobs = chances.log().repeat_interleave(group_size, 0).gather(2, tokens[:, :, None])
-        return grpo.Rollout(
-            np.repeat(prompts, group_size).tolist(), [self.paint(row) for row in tokens],
-            tokens, logprobs.squeeze(2), nuclei=None)
+        repeated = np.repeat(prompts, group_size).tolist()
+        return grpo.Rollout(repeated, tokens, logprobs.squeeze(2), allowed=None)
+
+    def decode(self, prompts, tokens, seeds):
+        images = []
+        for squares in tokens.view(-1, SIDE, SIDE):
+            pixels = (PALETTE[squares] * 255).byte().numpy()
+            images.append(Image.fromarray(pixels).resize(self.size, Image.NEAREST))
+        return images
 
     def compute_logprobs(self, rollout):
         all_logprobs = self.compute_all_logprobs(rollout.prompts)  # [B, T, V]
@@ -67,6 +71,8 @@ class Toy(grpo.PolicyWrapper):
         return all_logprobs.gather(2, tokens[:, :, None]).squeeze(2), entropy
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)  # before the flags
     grpo.main(
         load_model=Toy, model="toy", steps=60, group_size=16, micro_batch_size=128, lr=5e-3,
         width=64, height=64)

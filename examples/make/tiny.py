@@ -1,17 +1,15 @@
-"""Makes the small GLM-Image, `examples/tiny-glm-image`, which `python grpo.py` trains by default
-if there is no large GPU.
+"""Makes the tiny GLM-Image that `python grpo.py` trains by default, examples/tiny-glm-image.
 
 It uses the real classes, with 0.3 million weights in place of 16 billion. It has eight codes, the
 COLORS of grpo.py, and knows eight words, their names. The DiT and VAE are fitted to render a code
 as a square of its colour. The policy is fitted until it half knows the colours: a square has the
 prompt's colour with probability .45, or else any other. GRPO teaches it the rest.
 
-    python -m examples.make_tiny    # about five minutes on two cores
+    python -m examples.make.tiny    # about five minutes
 
 Its functions also make models with other codes, such as letters.
 """
-import json
-import random
+import argparse, json, random, sys
 from pathlib import Path
 
 import diffusers
@@ -21,9 +19,8 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of grpo.py
 import grpo
-
-FOLDER = Path(__file__).with_name("tiny-glm-image")
 
 # The defaults of `python grpo.py` when it trains this model.
 SETTINGS = dict(
@@ -143,9 +140,8 @@ def fit_policy(wrapper, draw, chance, steps, lr=5e-3):
 
     def compute_loss():
         prompts, codes = draw()
-        ids, position_ids, bias = wrapper.encode(prompts)
-        L = ids.shape[1]
-        T = position_ids.shape[2] - L
+        ids, mask, position_ids = wrapper.encode(prompts)
+        T = mask.shape[1] - ids.shape[1]
         draft = T - codes.shape[1]
 
         # The draft is always code 0: it is not decoded, and should add no noise to the rewards.
@@ -155,8 +151,10 @@ def fit_policy(wrapper, draw, chance, steps, lr=5e-3):
         chances[:, draft:].scatter_(2, codes[:, :, None], chance)
         tokens = torch.distributions.Categorical(chances).sample().to(grpo.DEVICE)
 
-        logits = wrapper.forward(torch.cat([ids, tokens], 1), position_ids, bias)
-        logprobs = logits[:, L - 1:-1].log_softmax(2)  # place i predicts code i + 1
+        # As in `compute_logprobs`: the last T places each predict the next code.
+        inputs = torch.cat([ids, tokens[:, :-1]], 1)
+        logits = wrapper.forward(inputs, mask[:, :-1], position_ids[..., :-1], T)
+        logprobs = logits.log_softmax(2)
         losses = -(chances.to(grpo.DEVICE) * logprobs).sum(2)  # cross entropy [B, T]
         loss = losses[:, draft:].mean()
         return losses[:, :draft].mean() + loss if draft else loss  # the mean of nothing is NaN
@@ -202,7 +200,25 @@ def draw_color_prompts(B=16):
         right.append([names.index(first)] * 16)
     return prompts, torch.tensor(right)
 
+def save(pipe, settings, folder):
+    """Writes a model's folder, with its defaults for the flags of grpo.py."""
+    pipe.save_pretrained(folder)
+    (folder / "grpo.json").write_text(json.dumps(settings, indent=4) + "\n")
+
+def parse_folder(program, default):
+    """The only flag of the programs in this folder: where they write -> a new folder."""
+    parser = argparse.ArgumentParser(
+        description=program, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(default), help="new folder; %(default)s")
+    folder = parser.parse_args().out.absolute()
+    if folder.exists():
+        parser.error(f"--out {folder}: exists already; delete it, or name another folder")
+    folder.mkdir(parents=True)
+    torch.set_num_threads(1)  # more are hardly faster here
+    return folder
+
 def main():
+    folder = parse_folder(__doc__, "runs/tiny-glm-image")
     transformers.set_seed(0)
     pipe = make_models(grpo.COLORS)
     wrapper = grpo.GLMImageWrapper(pipe, grpo.Config(**SETTINGS, offload="off"))
@@ -210,8 +226,7 @@ def main():
     squares = palette[:, :, None, None].expand(-1, -1, 32, 32)
     fit_painter(wrapper, squares, steps=1600)
     fit_policy(wrapper, draw_color_prompts, chance=0.45, steps=700)
-    pipe.save_pretrained(FOLDER)
-    (FOLDER / "grpo.json").write_text(json.dumps(SETTINGS, indent=4) + "\n")
+    save(pipe, SETTINGS, folder)
 
 if __name__ == "__main__":
     main()

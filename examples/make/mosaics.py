@@ -1,17 +1,23 @@
-"""Pictures for docs/sft.md: mosaics of 4 x 4 squares, most of them in the colour that the picture's
-text names. The small GLM-Image draws such mosaics with half of the squares right.
+"""Pictures for sft.py: mosaics of 4 x 4 squares, most of them in the colour that the picture's text
+names. The tiny GLM-Image draws such mosaics with half of the squares right.
 
-    python -m examples.mosaics
+    python -m examples.make.mosaics
+    python -m examples.sft runs/mosaics/pictures --model runs/mosaics/model
 
-The folder runs/mosaics/pictures gets a picture for each prompt of prompts.txt, and
-runs/mosaics/model the small GLM-Image with a vision tower that sees its eight colours."""
-import shutil
+The folder `pictures` has a picture for each prompt of prompts.txt, and `model` the tiny GLM-Image
+with a vision tower that sees its eight colours.
+"""
+import json, sys
 from pathlib import Path
-import diffusers, torch
+
+import diffusers
 import numpy as np
+import torch
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of grpo.py
 import grpo
-from examples import make_tiny
+from examples.make import tiny
 
 PALETTE = torch.stack(list(grpo.COLORS.values()))  # [V, 3], in 0..1
 CHANCE = 0.8  # that a square has the named colour; or else it has any of the eight
@@ -25,18 +31,18 @@ def draw_mosaic(prompt, rng):
     return Image.fromarray((255 * pixels.clip(0, 1)).astype(np.uint8))
 
 def main():
-    folder = Path("runs/mosaics")
+    folder = tiny.parse_folder(__doc__, "runs/mosaics")
     pictures = folder / "pictures"
-    pictures.mkdir(parents=True, exist_ok=True)
+    pictures.mkdir()
     rng = np.random.default_rng(0)
     prompts, _ = grpo.load_prompts(None)
     for number, prompt in enumerate(prompts):
         draw_mosaic(prompt, rng).save(pictures / f"{number:02}.png")
         (pictures / f"{number:02}.txt").write_text(prompt)
-    pipe = diffusers.GlmImagePipeline.from_pretrained(make_tiny.FOLDER)
-    make_tiny.fit_vision(pipe, PALETTE[:, :, None, None].expand(-1, -1, 32, 32))
-    pipe.save_pretrained(folder / "model")
-    shutil.copy(make_tiny.FOLDER / "grpo.json", folder / "model")
+    pipe = diffusers.GlmImagePipeline.from_pretrained(grpo.TINY_MODEL)
+    tiny.fit_vision(pipe, PALETTE[:, :, None, None].expand(-1, -1, 32, 32))
+    settings = json.loads(Path(grpo.TINY_MODEL, "grpo.json").read_text())
+    tiny.save(pipe, settings, folder / "model")
 
 if __name__ == "__main__":
     main()

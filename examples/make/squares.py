@@ -1,17 +1,16 @@
 """A small world for edit.py: pictures of 3 x 3 coloured squares, instructions such as "paint the
 red squares blue", and a small GLM-Image that follows them half of the time.
 
-    python -m examples.squares
+    python -m examples.make.squares    # a minute
     python -m examples.edit --model runs/squares --out runs/edit
 
-The first line takes a minute. It writes to runs/squares pictures, prompts for training, prompts
-that are held out, and the model. That has the real classes and eight codes, the COLORS of grpo.py.
-DiT and VAE are those of tiny-glm-image, the vision tower knows the colours, and the policy has two
-layers. It is fitted to edit, and then to make mistakes: it leaves half of the squares that it
-should paint, and 35 % of all squares get some other colour.
+The folder runs/squares gets pictures, prompts for training, prompts that are held out, and the
+model. That has the real classes and eight codes, the COLORS of grpo.py. DiT and VAE are those of
+the tiny GLM-Image, the vision tower knows the colours, and the policy has two layers. It is fitted
+to edit, and then to make mistakes: it leaves half of the squares that it should paint, and 35 % of
+all squares get some other colour.
 """
-import json
-import random
+import random, sys
 from pathlib import Path
 
 import diffusers
@@ -19,20 +18,20 @@ import torch
 import transformers
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of grpo.py
 import grpo
-from examples import make_tiny
-from examples.codes import load_prompts
-from examples.edit import EditWrapper
+from examples.edit import EditWrapper, load_prompts
+from examples.make import tiny
 
-FOLDER = Path("runs/squares")
 SIDE = 3  # squares in a row and in a column
 NAMES = list(grpo.COLORS)  # code k is the colour NAMES[k]
 PALETTE = torch.stack(list(grpo.COLORS.values()))  # [V, 3], in 0..1
 
-# What grpo.json says: the defaults for this model.
-SETTINGS = make_tiny.SETTINGS | dict(
-    steps=60, lr=1e-3, group_size=8, micro_batch_size=64, width=32 * SIDE, height=32 * SIDE,
-    prompts=str(FOLDER / "prompts.txt"), reward="examples/squares.py:right")
+def make_settings(folder):
+    """What grpo.json says: the defaults for this model."""
+    return tiny.SETTINGS | dict(
+        steps=60, lr=1e-3, group_size=8, micro_batch_size=64, width=32 * SIDE, height=32 * SIDE,
+        prompts=str(folder / "prompts.txt"), reward=f"{Path(__file__).resolve()}:right")
 
 def paint(codes):
     """Codes [SIDE, SIDE] -> a PIL image of these squares."""
@@ -55,16 +54,15 @@ def right(images, prompts, targets):
     return [(look(image) == edit(look(source), prompt)).float().mean()
             for image, prompt, source in zip(images, prompts, targets)]
 
-def write_prompts():
+def write_prompts(folder):
     """Pictures, and three files of prompts. Those of held_out.txt have pictures that no prompt of
     prompts.txt has. Those of new_pairs.txt have new pictures and new pairs of colours."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     lines = dict(prompts=[], held_out=[], new_pairs=[])
     for number in range(200):
         colors = rng.sample(range(len(NAMES)), 3)
         codes = torch.tensor([[rng.choice(colors) for _ in range(SIDE)] for _ in range(SIDE)])
-        paint(codes).save(FOLDER / f"{number:03}.png")
+        paint(codes).save(folder / f"{number:03}.png")
         for old in codes.unique().tolist():
             for new in set(range(len(NAMES))) - {old}:
                 line = f"paint the {NAMES[old]} squares {NAMES[new]}\t{number:03}.png"
@@ -75,29 +73,29 @@ def write_prompts():
                     lines["new_pairs" if is_new_pair else "held_out"].append(line)
     for file, rows in lines.items():
         rows = rng.sample(rows, 600 if file == "prompts" else 48)
-        (FOLDER / f"{file}.txt").write_text("\n".join(rows) + "\n")
+        (folder / f"{file}.txt").write_text("\n".join(rows) + "\n")
 
-def make_model():
+def make_model(folder):
     transformers.set_seed(0)
     rotary = dict(rope_type="default", rope_theta=1000.0, mrope_section=[1] * 16)
-    pipe = make_tiny.make_models(
+    pipe = tiny.make_models(
         grpo.COLORS, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
         initializer_range=0.05, rope_parameters=rotary)
-    small = diffusers.GlmImagePipeline.from_pretrained(grpo.SMALL_MODEL)
-    pipe.register_modules(transformer=small.transformer, vae=small.vae)
-    make_tiny.fit_vision(pipe, PALETTE[:, :, None, None].expand(-1, -1, 32, 32))
-    config = grpo.Config(**SETTINGS, offload="off")
-    wrapper = EditWrapper(pipe, config)
+    painter = diffusers.GlmImagePipeline.from_pretrained(grpo.TINY_MODEL)
+    pipe.register_modules(transformer=painter.transformer, vae=painter.vae)
+    tiny.fit_vision(pipe, PALETTE[:, :, None, None].expand(-1, -1, 32, 32))
+    settings = make_settings(folder)
+    wrapper = EditWrapper(pipe, grpo.Config(**settings, offload="off"))
     fit_policy(wrapper, chance=0.98, share=1.0, steps=1000, lr=5e-3)  # it learns to edit
     fit_policy(wrapper, chance=0.65, share=0.5, steps=150, lr=2e-3)  # and to make mistakes
-    pipe.save_pretrained(FOLDER)
-    (FOLDER / "grpo.json").write_text(json.dumps(SETTINGS, indent=4) + "\n")
+    tiny.save(pipe, settings, folder)
 
 def fit_policy(wrapper, chance, share, steps, lr):
     """Fits it to edit a square with probability `share`, and else to leave it as it is."""
     prompts, sources = load_prompts(wrapper.config.prompts)
-    before = torch.stack([look(source) for source in sources])
-    after = torch.stack([edit(*pair) for pair in zip(before, prompts)])
+    before = torch.stack([look(grpo.open_image(source)) for source in sources])
+    instructions = [prompt.split("\t")[0] for prompt in prompts]
+    after = torch.stack([edit(*pair) for pair in zip(before, instructions)])
 
     def draw(B=16):
         rows = random.sample(range(len(prompts)), B)
@@ -105,8 +103,9 @@ def fit_policy(wrapper, chance, share, steps, lr):
         codes = torch.where(edited, after[rows], before[rows])
         return [prompts[i] for i in rows], codes.flatten(1)
 
-    make_tiny.fit_policy(wrapper, draw, chance, steps, lr)
+    tiny.fit_policy(wrapper, draw, chance, steps, lr)
 
 if __name__ == "__main__":
-    write_prompts()
-    make_model()
+    folder = tiny.parse_folder(__doc__, "runs/squares")
+    write_prompts(folder)
+    make_model(folder)

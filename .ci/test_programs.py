@@ -1,0 +1,153 @@
+"""Every program of examples/ is run: --help, without arguments, by its module and by its path. Also toy.py, measure.py and
+targets.py do what they say. No network, no GPU."""
+import ast, json, os, re, resource, runpy, subprocess, sys
+from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
+
+import pytest, torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import grpo
+from examples.toy import NAMES, Toy
+torch.set_num_threads(1)
+
+PROGRAMS = sorted([path.stem for path in (ROOT / "examples").glob("*.py")])
+MAKERS = sorted([f"make.{path.stem}" for path in (ROOT / "examples/make").glob("*.py")])
+TRAIN = ["toy"]  # without arguments they train, in seconds
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """run(program, flags): in this process, where all is imported, in a folder of its own -> code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+
+    def execute(name, typed):
+        path = ROOT / "examples" / f"{name.replace('.', '/')}.py"
+        monkeypatch.setattr(sys, "argv", [path.name, *typed.split()])
+        code = 0
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+
+    return execute
+
+def test_the_folder_is_small():
+    """At most ten programs, an index of them, and three folders."""
+    names = {path.name for path in (ROOT / "examples").iterdir()} - {"__pycache__"}
+    folders = {"make", "patches", "tiny-glm-image"}
+    assert names == {"README.md", *folders, *[f"{name}.py" for name in PROGRAMS]} and len(PROGRAMS) <= 10
+    index = (ROOT / "examples/README.md").read_text()
+    assert all(f"examples.{name}" in index for name in PROGRAMS if name != "choose") and "choose.py" in index
+
+@pytest.mark.parametrize("name", PROGRAMS + MAKERS)
+def test_help(name, tmp_path):
+    """What it does, its flags and an example, in seconds, without any work; by its path, and from anywhere."""
+    path = ROOT / "examples" / f"{name.replace('.', '/')}.py"
+    told = ast.get_docstring(ast.parse(path.read_text()))
+    assert re.search(rf"python -m examples\.{name}\b|examples/{path.name}:\w", told), told
+    assert max(map(len, path.read_text().splitlines())) <= 100
+    if name == "choose":  # a file with a reward
+        return
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | dict(OMP_NUM_THREADS="1"))
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert told.splitlines()[0] in done.stdout and not list(tmp_path.iterdir())
+    assert name == "rewards" or "--out" in done.stdout or "flags:" in done.stdout or "positional" in done.stdout
+    assert seconds < 15  # 3 on a machine that does nothing else
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("choose", "toy")])  # toy.py trains
+def test_without_arguments(name, run, tmp_path):
+    """It says something useful, and errors begin with its name."""
+    code, out, error = run(name, "")
+    if code:
+        assert code == 2 and re.fullmatch(rf"{name}\.py: error: .+\n", error), error
+    else:
+        assert f"examples.{name}" in out
+    assert not list(tmp_path.iterdir())
+
+def test_by_module():
+    """`python -m examples.name`, as the pages say."""
+    done = subprocess.run([sys.executable, "-m", "examples.plot"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "examples.plot" in done.stdout
+
+def test_makers_overwrite_nothing(run, tmp_path):
+    """The tiny model is tracked: one could have lost it by a command."""
+    assert "exists already" in run("make.tiny", f"--out {grpo.TINY_MODEL}")[2]
+    assert run("make.targets", "")[0] == 0
+    prompts, targets = grpo.load_prompts(tmp_path / "runs/targets/prompts.txt")
+    assert len(prompts) == 8 and prompts[0] == "a red thing"
+    target = grpo.open_image(targets[0])
+    assert [target.getpixel(at) for at in ((0, 0), (0, 127))] == [(255, 255, 255), (255, 0, 0)]
+
+def test_report(run, tmp_path):
+    """What is pasted into an issue: phases, kernels, rounding, and prompts of different length without NaN."""
+    code, out, error = run("measure", "report --model tiny --batch-size 2 --group-size 2 --width 64 --height 64")
+    assert code == 0, error
+    for phase in ("sample", "decode", "update"):
+        seconds, = re.findall(rf"^\| {phase} \| (\S+) \| \S+ \| \S+ \|$", out, re.MULTILINE)
+        assert float(seconds) > 0
+    kernels = re.findall(r"kernels: (\S+) a token, (\S+) a DiT pass, (\S+) an update", out)[0]
+    assert all(int(number.replace(",", "")) > 20 for number in kernels)
+    assert f"torch {torch.__version__}" in out and "prompts of different length: all finite" in out
+    assert all(float(gap) < 1e-4 for gap in re.findall(r"sampler_gap (\S+),", out)) and not list(tmp_path.iterdir())
+    code, _, error = run("measure", "report --model random")
+    assert code == 2 and "needs a GPU" in error
+
+def test_bench(run):
+    """Its table, at its smallest."""
+    _, out, _ = run("measure", "bench --model tiny --groups 2 --repeats 1 --width 64 --height 64")
+    assert re.search(r"^\| 2 \| \d+\.\d+ \| \d+\.\d+ \| \d", out, re.MULTILINE)
+
+@pytest.mark.skipif("SLOW" not in os.environ, reason="takes a minute: SLOW=1 runs it")
+def test_what_a_gpu_would_do(run):
+    """Counted at the real sizes: the promises of issue and pages with a number."""
+    from examples import measure
+    peaks, counts = measure.count_memory(512, 8)
+    assert counts["sample"]["kernels"] <= 2450 and counts["sample"]["waits"] == 0
+    assert counts["decode"]["copies in"] <= 4
+    assert counts["update"]["kernels"] <= 10_500 and counts["update"]["masks"] == 0 < counts["update"]["attention"]
+    assert max(pair["on"] for pair in peaks.values()) <= 22
+
+# --- toy.py: another model than GLM-Image, with grpo.py's command line ----------------------------------------
+def rewards_of(folder):
+    return [json.loads(line)["reward"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+@pytest.mark.parametrize("seed", range(3))
+def test_toy_learns_from_nothing(run, seed):
+    """For every seed: what it says of itself is not one seed's luck."""
+    run("toy", f"--seed {seed} --out run")
+    rewards = rewards_of("run")
+    assert sum(rewards[:5]) / 5 < 0.65 and sum(rewards[-5:]) / 5 > 0.95
+
+def test_toy_is_resumed(run):
+    """The base weights are in no file: made with another seed, they would not be those that the adapters were trained on."""
+    flags = "--width 32 --height 32 --group-size 2 --batch-size 2 --seed 3"
+    run("toy", f"{flags} --steps 4 --out one")
+    run("toy", f"{flags} --steps 2 --out half")
+    run("toy", "--resume half --steps 4")
+    one, half = (torch.load(f"{name}/checkpoint.pt") for name in ("one", "half"))
+    assert len(one["adapter"]) == 4  # A and B of two linear layers
+    assert all(weight.any() and torch.equal(weight, half["adapter"][name]) for name, weight in one["adapter"].items())
+    assert len(rewards_of("one")) == 4 and rewards_of("one") == rewards_of("half")
+
+def test_toy_keeps_the_contract():
+    """Samples depend on their seed alone, log-probs are those of the sampler, and a picture shows its tokens."""
+    toy = Toy("toy", grpo.Config(model="toy", width=64, height=32))
+    prompts = ["a red thing", "Blue, not green", "no colour"]
+    rollout = toy.sample(prompts, 3, [1, 2, 3])
+    assert rollout.prompts == [prompt for prompt in prompts for _ in range(3)]
+    assert rollout.tokens.shape == rollout.logprobs.shape == (9, 16)
+    assert len(rollout.tokens.unique(dim=0)) == 9 and set(rollout.tokens.flatten().tolist()) == set(range(len(NAMES)))
+    logprobs, entropy = toy.compute_logprobs(rollout)
+    assert (logprobs - rollout.logprobs).abs().max() < 1e-5 and entropy.shape == (9, 16) and not entropy.requires_grad
+    alone = toy.sample(["a BLUE thing"], 3, [2])
+    assert torch.equal(alone.tokens, rollout.tokens[3:6])
+    image = toy.decode(prompts, rollout.tokens, [1, 2, 3])[4]
+    for i, code in enumerate(rollout.tokens[4]):  # 16 squares of 16 x 8 pixels
+        pixel = image.getpixel((16 * (i % 4) + 5, 8 * (i // 4) + 5))
+        assert (torch.tensor(pixel) / 255 - grpo.COLORS[NAMES[code]]).abs().max() < 1 / 255

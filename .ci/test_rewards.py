@@ -1,0 +1,238 @@
+"""Tests of examples/rewards.py, and of what docs/rewards.md says of it. No network, no GPU."""
+import io, json, logging, os, random, re, socket, string, subprocess, sys, warnings
+from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
+
+import diffusers, pytest, torch, transformers
+import numpy as np
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import grpo
+from examples import rewards as gallery
+torch.set_num_threads(1)
+PAGE = (ROOT / "docs/rewards.md").read_text()
+PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
+
+def table(head):
+    """Rows of the page's table with this head -> lists of cells."""
+    lines = PAGE[PAGE.index(head):].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+def test_the_table_names_all_rewards():
+    """A reward that is not in the table would not be found, and one that is only there would not be known."""
+    told = {row[0].split("`")[1] for row in table("| reward | what it needs |")}
+    code = (ROOT / "examples/rewards.py").read_text()
+    assert told == set(re.findall(r"^def (\w+)\(images, prompts, targets", code, re.MULTILINE))
+    listed = subprocess.run([sys.executable, "-m", "examples.rewards"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told <= set(re.findall(r"^(\w+) ", listed.stdout, re.MULTILINE))
+
+def draw(*texts, size=60, fill="black", ground="white", places=((60, 200), (180, 380))):
+    """A picture with each text at its place, by the font inside Pillow."""
+    image = Image.new("RGB", (512, 512), ground)
+    for text, place in zip(texts, places):
+        ImageDraw.Draw(image).text(place, text, fill, ImageFont.load_default(size=size))
+    return image
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Skips without RapidOCR; no test that reads may need the network."""
+    for package in ("rapidocr", "onnxruntime"):
+        pytest.importorskip(package, reason="pip install rapidocr onnxruntime")
+    monkeypatch.setattr(socket.socket, "connect", None)
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+
+RIGHT = [  # prompt, picture
+    ('a sign "OPEN"', draw("OPEN", size=24, fill="white", ground="navy", places=[(300, 40)])),
+    ('a sign "OPEN"', draw("OPEN", size=120, fill="red", ground="yellow", places=[(20, 300)])),
+    ("a sign that says 'OPEN'", draw("OPEN")), ('number "4472" on its cab', draw("4472")),
+    ('it says "GOOD MORNING"', draw("GOOD", "MORNING")),
+    ('it says "OPEN LATE"', draw("OPEN", "LATE", size=40, places=[(30, 100), (250, 90)])),
+    ('"OPEN" and "BREAD" above', draw("BREAD", "OPEN"))]
+
+@pytest.mark.parametrize("prompt, image", RIGHT)
+def test_ocr_gives_right_words_1(reads, prompt, image):
+    """Whatever their size, colour and place, in one line or two; and phrases in any order."""
+    assert gallery.ocr([image], [prompt]) == [1]
+
+def test_ocr_table(reads, caplog, monkeypatch):
+    """A letter amiss costs a little, another word nearly all, no word everything; and the log is quiet."""
+    gallery.load_reader.cache_clear()
+    monkeypatch.setattr(logging.getLogger("RapidOCR"), "propagate", True)
+    rows = table("| the prompt quotes | drawn")
+    assert len(rows) > 8 and rows[0][0]
+    for prompt, text, score in rows:
+        phrase = prompt or phrase
+        lines = text.replace("*nothing*", "").split(" / ")
+        measured, = gallery.ocr([draw(*lines)], [phrase])
+        assert f"{measured:.2f}" == score, (phrase, text)
+    assert gallery.ocr([draw(ground="black")], ['"OPEN"']) == [0]
+    assert not caplog.records
+
+@pytest.mark.skipif("SLOW" not in os.environ, reason="takes half a minute: SLOW=1 runs it")
+def test_ocr_scores_of_words_txt(reads):
+    """The right words, with one letter wrong, and those of another prompt: means over all prompts. Each prompt quotes
+    one phrase, as the painter finds them."""
+    prompts = [prompt for prompt in grpo.load_prompts(None)[0] if '"' in prompt]
+    phrases = [diffusers.GlmImagePipeline.get_glyph_texts(None, prompt)[0] for prompt in prompts]
+    assert len(prompts) == 20 and all(len(found) == 1 for found in phrases)
+    words = [found[0] for found in phrases]
+    dice = random.Random(0)
+    wrong = []
+    for word in words:
+        i = dice.choice([i for i, letter in enumerate(word) if letter.isalnum()])
+        letter = dice.choice([letter for letter in string.ascii_uppercase if letter != word[i].upper()])
+        wrong.append(word[:i] + letter + word[i + 1:])
+    drawn = words, wrong, words[1:] + words[:1]
+    measured = [np.mean(gallery.ocr([draw(text, size=40) for text in texts], prompts)) for texts in drawn]
+    flat = " ".join(PAGE.split())
+    told = re.search(r"the score is (\S*) for the right words, (\S*) on average .*? and (\S*) with", flat)
+    assert [f"{score:.2f}" for score in measured] == list(told.groups())
+
+def test_ocr_without_quotes(monkeypatch):
+    """It gives 0, says so, and needs no package for it."""
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    with pytest.warns(UserWarning, match="ocr returns 0, because this prompt quotes no words: "):
+        assert gallery.ocr(PAIR, ["a fox", 'nothing: ""']) == [0, 0]
+
+PHRASES = [  # prompt, phrases, is there a warning?
+    ('the dog\'s bowl under the cat\'s sign "OPEN"', ["OPEN"], True),
+    ('a “DON\'T” and a “WON\'T”', ["DON'T", "WON'T"], True),
+    ('an owner’s sign “OPEN”, a cat’s 「早」', ["OPEN", "早"], False),
+    ('a ship\'s rail that reads "AURORA"', ["AURORA"], False),
+    ("it says 'OPEN' and 'LATE'", ["OPEN", "LATE"], False),
+    ("the dog's and the cat's", ["s and the cat"], False),
+    ("a fox", [], False)]
+
+@pytest.mark.parametrize("prompt, phrases, warns", PHRASES)
+def test_apostrophes_are_no_quotes(prompt, phrases, warns):
+    """Two apostrophes made a phrase of their own, so that the right words scored 0.3."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert gallery.find_phrases(prompt) == phrases
+    assert [str(warning.message)[:27] for warning in caught] == ["GLM-Image takes apostrophes"] * warns
+    painted = diffusers.GlmImagePipeline.get_glyph_texts(None, prompt)[0]
+    assert warns == (sorted(painted) != sorted(phrases))
+
+ALIKE = [  # wanted, seen, score
+    ("OPEN", " o P\nEN ", 1), ("OPEN", "OPEM", 2 * 3 / 8), ("OPEN", "", 0), ("one two", "one", 6 / 9),
+    ("你好世界", "你 好", 4 / 6), ("café", "cafe\u0301", 1), ("No. 7", "Ｎｏ．７", 1),
+    ("ab" * 200, "x" + "ab" * 200, 800 / 801)]
+
+@pytest.mark.parametrize("wanted, seen, score", ALIKE)
+def test_compare_by_hand(wanted, seen, score):
+    """Case, spaces and forms of Unicode are no mistakes, and a long text is compared as a short one is."""
+    assert gallery.compare(wanted, seen) == pytest.approx(score)
+
+def test_ssim_by_hand_and_as_published():
+    """Window by window on a real picture; and IPOL's imdiff, as scikit-image's own tests quote it
+    (https://github.com/scikit-image/scikit-image/pull/4913#issuecomment-700653165)."""
+    data = pytest.importorskip("skimage.data", reason="pip install scikit-image")
+    image = Image.fromarray(data.astronaut()[50:130, 180:260])
+    target = image.resize((40, 40)).resize((80, 80))
+    bell = np.exp(-(np.arange(11) - 5) ** 2 / (2 * 1.5**2))
+    weights = np.outer(bell, bell) / bell.sum() ** 2
+    arrays = np.stack([image, target]) / 255
+    x, y = np.lib.stride_tricks.sliding_window_view(arrays, (11, 11), axis=(1, 2))
+    mx, my, xx, yy, xy = ((weights * z).sum(axis=(3, 4)) for z in (x, y, x * x, y * y, x * y))
+    slow = (2 * mx * my + 1e-4) * (2 * (xy - mx * my) + 9e-4)
+    slow /= (mx**2 + my**2 + 1e-4) * (xx - mx**2 + yy - my**2 + 9e-4)
+    scores = gallery.ssim([image] * 3, [""] * 3, [image, target, image.resize((160, 160))])
+    assert scores[:2] == pytest.approx([1, slow.mean()], abs=1e-6)
+    assert scores[1] < 0.95 < scores[2] < 1
+    camera = data.camera()
+    noise = 20 * np.random.RandomState(5).randn(512, 512)
+    noisy = np.clip(camera + noise, 0, 255).astype(np.uint8)
+    pair = [Image.fromarray(array).convert("RGB") for array in (camera, noisy)]
+    assert gallery.ssim(pair[:1], [""], pair[1:])[0] == pytest.approx(0.357959, abs=1e-3)
+
+def test_the_other_rewards_by_hand(monkeypatch):
+    """A stand-in for LPIPS, whose weights are not here; of the others the bytes and the edges are counted."""
+    def distance(x, y, normalize):
+        assert normalize and x.shape == y.shape and x.max() <= 1
+        return (x - y).abs().mean()
+
+    black = Image.new("RGB", (8, 8))
+    white = Image.new("RGB", (8, 8), "white")
+    noisy = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 24, 3), np.uint8))
+    monkeypatch.setattr(gallery, "load_lpips", lambda: distance)
+    assert gallery.lpips([black, white], ["", ""], [white.resize((30, 20)), white]) == [-1, 0]
+    file = io.BytesIO()
+    noisy.save(file, "JPEG", quality=95)
+    scores = gallery.jpeg([noisy, PAIR[0]], ["", ""])
+    assert scores[0] == pytest.approx(1 - file.tell() / (3 * 20 * 24)) and scores[0] < scores[1] < 1
+    half = black.copy()
+    half.paste(white, (4, 0))  # of 7 steps to the right one is an edge
+    assert gallery.sharpness([black, half], ["", ""], []) == pytest.approx([0, 1 / 7])
+    assert gallery.even([half, white], ["black", "a white, not a red one"]) == pytest.approx([0.5, 1])
+
+MISSING = [("rapidocr", "ocr", "rapidocr onnxruntime"), ("onnxruntime", "ocr", "rapidocr onnxruntime"),
+           ("skimage.metrics", "ssim", "scikit-image"), ("lpips", "lpips", "lpips -r requirements.txt")]
+
+@pytest.mark.parametrize("module, reward, packages", MISSING)
+def test_a_missing_package_is_one_line(monkeypatch, module, reward, packages):
+    """It says what to install, without the traceback of the import."""
+    for other in ("rapidocr", "onnxruntime"):
+        monkeypatch.setitem(sys.modules, other, io)
+    monkeypatch.setitem(sys.modules, module, None)
+    gallery.load_reader.cache_clear()
+    with pytest.raises(ImportError, match=f"this reward needs pip install {packages}") as caught:
+        getattr(gallery, reward)(PAIR[:1], ['"A"'], PAIR[1:])
+    assert caught.value.__suppress_context__ and "\n" not in str(caught.value)
+
+def test_clip_and_aesthetic_by_hand(monkeypatch, tmp_path):
+    """A softmax, a logit scale, another prompt's padding, or layers in another order would show."""
+    torch.manual_seed(0)
+    half = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = transformers.CLIPConfig(
+        text_config=dict(half, vocab_size=99, bos_token_id=0, eos_token_id=1, pad_token_id=1),
+        vision_config=dict(half, image_size=32, patch_size=16), projection_dim=16)
+    letters = [c + end for c in "abcdefghijklmnopqrstuvwxyz" for end in ("", "</w>")]
+    words = {word: i for i, word in enumerate(["<|startoftext|>", "<|endoftext|>", *letters])}
+    images = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor = transformers.CLIPProcessor(images, transformers.CLIPTokenizer(vocab=words, merges=[]))
+    model = transformers.CLIPModel(config).eval().requires_grad_(False)
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    head = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 1)).requires_grad_(False)
+    torch.save({f"layers.{key}": value for key, value in head.state_dict().items()}, tmp_path / "head.pth")
+    for name in ("CLIP", "PICKSCORE", "PICKSCORE_PROCESSOR"):
+        monkeypatch.setattr(gallery, name, str(tmp_path))
+    monkeypatch.setattr(gallery, "HEAD", str(tmp_path / "head.pth"))
+    prompts = ["a red fox on a long long wall", "blue"]
+    rewards = {name: (getattr(gallery, name), 1.0) for name in ("clip", "aesthetic", "aesthetic_z", "pickscore")}
+    total, metrics = grpo.compute_rewards(PAIR, prompts, [None] * 2, rewards)
+    with torch.no_grad():
+        cosines, marks, scores, choices = (getattr(gallery, name)(PAIR, prompts) for name in rewards)
+    assert torch.allclose(choices, model.logit_scale.exp() * cosines) and model.logit_scale > 2
+    assert torch.allclose(total.float(), cosines + marks + scores + choices) and abs(metrics["reward/aesthetic_z"]) < 1e-6
+    first = 1 if marks[0] > marks[1] else -1
+    assert scores.tolist() == pytest.approx([first * 0.5**0.5, -first * 0.5**0.5], abs=1e-2)
+    for i, (image, prompt) in enumerate(zip(PAIR, prompts)):
+        a = model.get_image_features(**processor(images=image, return_tensors="pt")).pooler_output[0]
+        b = model.get_text_features(**processor(text=prompt, return_tensors="pt")).pooler_output[0]
+        assert float(cosines[i]) == pytest.approx(F.cosine_similarity(a, b, dim=0).item(), abs=1e-5)
+        assert float(marks[i]) == pytest.approx(head(a / a.norm()).item(), abs=1e-5)
+
+def test_judge_asks_and_reads(monkeypatch):
+    """The picture and the prompt must arrive; an answer without a number is 0, and does not end a run."""
+    asked = []
+
+    def answer(request, timeout):
+        asked.append(json.loads(request.data)["messages"][0]["content"])
+        assert request.full_url == "http://judge/v1/chat/completions"
+        text = ["8", "I'd say 6.5 of 10", "No idea."][len(asked) - 1]
+        return io.StringIO(json.dumps({"choices": [{"message": {"content": text}}]}))
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    monkeypatch.setenv("JUDGE_URL", "http://judge")
+    monkeypatch.setenv("JUDGE_MODEL", "any")
+    with pytest.warns(UserWarning, match="no number in the answer 'No idea.'"):
+        assert gallery.judge([*PAIR, PAIR[0]], ["a fox", "an owl", "x"]) == [8.0, 6.5, 0.0]
+    text, picture = asked[1]
+    assert "an owl" in text["text"]
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,")
