@@ -3,15 +3,11 @@ import functools, itertools, json, multiprocessing, os, random, re, signal, sock
 from pathlib import Path
 from unittest import mock
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
 import pytest, torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 import grpo
 from examples.make import tiny
-torch.set_num_threads(1)
 
 SMALL = dict(width=64, height=64, batch_size=2, group_size=2, micro_batch_size=2, decode_steps=1, guidance=1)
 SERVER = multiprocessing.get_context("forkserver")  # imports all that is slow once, for all its children

@@ -1,18 +1,14 @@
 """Tests of evaluate.py, generate.py and plot.py, on the tiny GLM-Image: numbers are those worked by hand."""
-import json, os, re, runpy, sys
+import json, re
 from pathlib import Path
-
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
 
 import numpy as np
 import pytest, torch
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
 import grpo
 from examples import evaluate, generate, plot
-torch.set_num_threads(1)
 
 PROMPTS = ["a red thing", "a blue thing", 'a white sign "OPEN"']
 
@@ -31,20 +27,10 @@ def runs(tmp_path_factory):
     return folder
 
 @pytest.fixture
-def command(runs, monkeypatch, capsys):
-    """command(program, flags), beside the runs -> exit code, what it printed, its errors."""
+def command(runs, run, monkeypatch):
+    """As `run`, but beside the runs."""
     monkeypatch.chdir(runs)
-
-    def execute(program, typed):
-        monkeypatch.setattr(sys, "argv", [f"{program}.py", *typed.split()])
-        code = 0
-        try:
-            runpy.run_path(str(ROOT / f"examples/{program}.py"), run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return execute
+    return run
 
 # --- Its numbers ----------------------------------------------------------------------------------------------
 def flat(*colors):
@@ -89,17 +75,12 @@ def test_table_by_hand(capsys):
     results = [[dict(color=[0.1, 0.3]), dict(color=[0.4, 0.4])], [dict(color=[0.6, 0.6]), dict(color=[0.5, 0.3])]]
     evaluate.print_table(["step 0", "step 7"], results)
     count, warning, _, head, first, last = capsys.readouterr().out.splitlines()
-    assert count == "2 prompts" and "fewer than 12" in warning
+    assert count == "2 prompts" and "fewer than 12" in warning  # the interval is too narrow to be believed
     assert head.startswith("color ")
     assert first.split() == "step 0 0.300 +0.000 +0.000 .. +0.000 0%".split()
     assert last.split() == "step 7 0.500 +0.200 +0.000 .. +0.400 50%".split()
-
-def test_few_prompts(capsys):
-    """An interval over eleven prompts is too narrow to be believed, and the command says so; over twelve it says nothing."""
-    for n in (11, 12):
-        evaluate.print_table(["step 0"], [[dict(color=[0.5])] * n])
-        out = capsys.readouterr().out
-        assert out.startswith(f"{n} prompts\n") and ("fewer than 12" in out) == (n < 12)
+    evaluate.print_table(["step 0"], [[dict(color=[0.5])] * 12])
+    assert "fewer" not in capsys.readouterr().out
 
 def test_same_seeds_same_numbers(runs):
     """All adapters get the same seeds, so an adapter compared with itself differs by exactly 0; other seeds do not."""
@@ -207,21 +188,6 @@ def test_bad_input(case, command, monkeypatch):
     code, out, error = command(program, typed)
     assert code == 2 and not out
     assert error.startswith(f"{program}.py: error: ") and error.count("\n") == 1 and told in error
-
-def test_film():
-    """Rows, columns and texts lie where they belong; a ninth prompt is left out; a wide picture is not stretched."""
-    colors = "red orange yellow green blue purple white black".split()
-    pictures = [flat(*colors, "red"), flat(*colors[::-1], "red")]
-    texts = ["", *["a long prompt of many words " * 9] * 9]
-    film = plot.draw_film([texts, *[[label, *row] for label, row in zip(["step 0", "step 10"], pictures)]])
-    assert film.size == (1800, 600)
-    centers = [[film.getpixel((200 * x + 300, 200 * y + 300)) for x in range(8)] for y in range(2)]
-    assert centers == [[image.getpixel((0, 0)) for image in row[:8]] for row in pictures]
-    ink = np.asarray(film.convert("L")) < 128
-    assert ink[:200, 200:400].any() and ink[200:400, :200].any() and ink[400:, :200].any()
-    assert not ink[:4].any() and not ink[:200, :200].any() and not ink[196:204, 200:].any()
-    wide = plot.draw_film([["step 0", Image.new("RGB", (160, 32))]])
-    assert (np.asarray(wide.convert("L"))[:, 200:] == 0).sum() == pytest.approx(192 * 38, rel=0.05)
 
 def test_held_out():
     """24 prompts, none of them trained; each names one colour, three prompts each, and half of them quote words."""

@@ -1,8 +1,6 @@
 """Tests of examples/make/letters.py: a model learns to spell by what RapidOCR reads, and by nothing else. No network."""
-import os, random, re, socket, string, sys
+import os, random, re, socket, string
 from pathlib import Path
-
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
 
 import numpy as np
 import pytest, torch
@@ -13,10 +11,8 @@ for package in ("rapidocr", "onnxruntime"):
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/letters.md").read_text()
-sys.path.insert(0, str(ROOT))
 import grpo
 from examples.make import letters
-torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
@@ -134,14 +130,3 @@ def test_the_table_of_the_page():
     for kind, row in table.items():
         told, = re.findall(rf"^\| {kind} \|(.*?)\|(.*?)\|$", PAGE, re.MULTILINE)
         assert [float(cell) for cell in ", ".join(told).split(",")] == pytest.approx(row, abs=0.06), kind
-
-@pytest.mark.skipif("SLOW" not in os.environ, reason="takes three minutes: SLOW=1 runs it")
-def test_it_learns(tmp_path, monkeypatch):
-    """By the page's own commands, with fewer steps. The fit, the reward or the trainer is broken if the reward does not rise."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["letters.py"])
-    letters.main()
-    grpo.main("--model runs/letters --seed 5 --steps 8 --out runs/spelling".split())
-    rewards = [float(value) for value in re.findall(r'"reward": (\S+?),', Path("runs/spelling/metrics.jsonl").read_text())]
-    assert len(rewards) == 8 and sum(rewards[:3]) / 3 < 0.55
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.03

@@ -3,37 +3,15 @@ targets.py do what they say. No network, no GPU."""
 import ast, json, os, re, resource, runpy, subprocess, sys
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
-
 import pytest, torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 import grpo
 from examples.toy import NAMES, Toy
-torch.set_num_threads(1)
 
 PROGRAMS = sorted([path.stem for path in (ROOT / "examples").glob("*.py")])
 MAKERS = sorted([f"make.{path.stem}" for path in (ROOT / "examples/make").glob("*.py")])
 TRAIN = ["toy"]  # without arguments they train, in seconds
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """run(program, flags): in this process, where all is imported, in a folder of its own -> code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-
-    def execute(name, typed):
-        path = ROOT / "examples" / f"{name.replace('.', '/')}.py"
-        monkeypatch.setattr(sys, "argv", [path.name, *typed.split()])
-        code = 0
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-
-    return execute
-
 def test_the_folder_is_small():
     """At most ten programs, an index of them, and three folders."""
     names = {path.name for path in (ROOT / "examples").iterdir()} - {"__pycache__"}
@@ -91,7 +69,7 @@ def test_report(run, tmp_path):
     for phase in ("sample", "decode", "update"):
         seconds, = re.findall(rf"^\| {phase} \| (\S+) \| \S+ \| \S+ \|$", out, re.MULTILINE)
         assert float(seconds) > 0
-    kernels = re.findall(r"kernels: (\S+) a token, (\S+) a DiT pass, (\S+) an update", out)[0]
+    kernels = re.findall(r"kernels: (\S+) a token .*?, (\S+) a DiT pass, (\S+) an update", out)[0]
     assert all(int(number.replace(",", "")) > 20 for number in kernels)
     assert f"torch {torch.__version__}" in out and "prompts of different length: all finite" in out
     assert all(float(gap) < 1e-4 for gap in re.findall(r"sampler_gap (\S+),", out)) and not list(tmp_path.iterdir())
@@ -123,17 +101,6 @@ def test_toy_learns_from_nothing(run, seed):
     run("toy", f"--seed {seed} --out run")
     rewards = rewards_of("run")
     assert sum(rewards[:5]) / 5 < 0.65 and sum(rewards[-5:]) / 5 > 0.95
-
-def test_toy_is_resumed(run):
-    """The base weights are in no file: made with another seed, they would not be those that the adapters were trained on."""
-    flags = "--width 32 --height 32 --group-size 2 --batch-size 2 --seed 3"
-    run("toy", f"{flags} --steps 4 --out one")
-    run("toy", f"{flags} --steps 2 --out half")
-    run("toy", "--resume half --steps 4")
-    one, half = (torch.load(f"{name}/checkpoint.pt") for name in ("one", "half"))
-    assert len(one["adapter"]) == 4  # A and B of two linear layers
-    assert all(weight.any() and torch.equal(weight, half["adapter"][name]) for name, weight in one["adapter"].items())
-    assert len(rewards_of("one")) == 4 and rewards_of("one") == rewards_of("half")
 
 def test_toy_keeps_the_contract():
     """Samples depend on their seed alone, log-probs are those of the sampler, and a picture shows its tokens."""

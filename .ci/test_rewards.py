@@ -1,8 +1,6 @@
 """Tests of examples/rewards.py, and of what docs/rewards.md says of it. No network, no GPU."""
-import io, json, logging, os, random, re, socket, string, subprocess, sys, warnings
+import io, json, logging, re, socket, string, subprocess, sys, warnings
 from pathlib import Path
-
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare with tensors on the CPU
 
 import diffusers, pytest, torch, transformers
 import numpy as np
@@ -10,10 +8,8 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 import grpo
 from examples import rewards as gallery
-torch.set_num_threads(1)
 PAGE = (ROOT / "docs/rewards.md").read_text()
 PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
 
@@ -45,19 +41,6 @@ def reads(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", None)
     monkeypatch.setattr(socket, "getaddrinfo", None)
 
-RIGHT = [  # prompt, picture
-    ('a sign "OPEN"', draw("OPEN", size=24, fill="white", ground="navy", places=[(300, 40)])),
-    ('a sign "OPEN"', draw("OPEN", size=120, fill="red", ground="yellow", places=[(20, 300)])),
-    ("a sign that says 'OPEN'", draw("OPEN")), ('number "4472" on its cab', draw("4472")),
-    ('it says "GOOD MORNING"', draw("GOOD", "MORNING")),
-    ('it says "OPEN LATE"', draw("OPEN", "LATE", size=40, places=[(30, 100), (250, 90)])),
-    ('"OPEN" and "BREAD" above', draw("BREAD", "OPEN"))]
-
-@pytest.mark.parametrize("prompt, image", RIGHT)
-def test_ocr_gives_right_words_1(reads, prompt, image):
-    """Whatever their size, colour and place, in one line or two; and phrases in any order."""
-    assert gallery.ocr([image], [prompt]) == [1]
-
 def test_ocr_table(reads, caplog, monkeypatch):
     """A letter amiss costs a little, another word nearly all, no word everything; and the log is quiet."""
     gallery.load_reader.cache_clear()
@@ -69,28 +52,10 @@ def test_ocr_table(reads, caplog, monkeypatch):
         lines = text.replace("*nothing*", "").split(" / ")
         measured, = gallery.ocr([draw(*lines)], [phrase])
         assert f"{measured:.2f}" == score, (phrase, text)
+    small = draw("OPEN", "LATE", size=24, fill="white", ground="navy", places=[(300, 40), (40, 400)])
+    assert gallery.ocr([small], ['"LATE" and "OPEN"']) == [1]  # phrases in any order
     assert gallery.ocr([draw(ground="black")], ['"OPEN"']) == [0]
     assert not caplog.records
-
-@pytest.mark.skipif("SLOW" not in os.environ, reason="takes half a minute: SLOW=1 runs it")
-def test_ocr_scores_of_words_txt(reads):
-    """The right words, with one letter wrong, and those of another prompt: means over all prompts. Each prompt quotes
-    one phrase, as the painter finds them."""
-    prompts = [prompt for prompt in grpo.load_prompts(None)[0] if '"' in prompt]
-    phrases = [diffusers.GlmImagePipeline.get_glyph_texts(None, prompt)[0] for prompt in prompts]
-    assert len(prompts) == 20 and all(len(found) == 1 for found in phrases)
-    words = [found[0] for found in phrases]
-    dice = random.Random(0)
-    wrong = []
-    for word in words:
-        i = dice.choice([i for i, letter in enumerate(word) if letter.isalnum()])
-        letter = dice.choice([letter for letter in string.ascii_uppercase if letter != word[i].upper()])
-        wrong.append(word[:i] + letter + word[i + 1:])
-    drawn = words, wrong, words[1:] + words[:1]
-    measured = [np.mean(gallery.ocr([draw(text, size=40) for text in texts], prompts)) for texts in drawn]
-    flat = " ".join(PAGE.split())
-    told = re.search(r"the score is (\S*) for the right words, (\S*) on average .*? and (\S*) with", flat)
-    assert [f"{score:.2f}" for score in measured] == list(told.groups())
 
 def test_ocr_without_quotes(monkeypatch):
     """It gives 0, says so, and needs no package for it."""
@@ -100,12 +65,8 @@ def test_ocr_without_quotes(monkeypatch):
 
 PHRASES = [  # prompt, phrases, is there a warning?
     ('the dog\'s bowl under the cat\'s sign "OPEN"', ["OPEN"], True),
-    ('a “DON\'T” and a “WON\'T”', ["DON'T", "WON'T"], True),
     ('an owner’s sign “OPEN”, a cat’s 「早」', ["OPEN", "早"], False),
-    ('a ship\'s rail that reads "AURORA"', ["AURORA"], False),
-    ("it says 'OPEN' and 'LATE'", ["OPEN", "LATE"], False),
-    ("the dog's and the cat's", ["s and the cat"], False),
-    ("a fox", [], False)]
+    ("it says 'OPEN' and 'LATE'", ["OPEN", "LATE"], False), ("a fox", [], False)]
 
 @pytest.mark.parametrize("prompt, phrases, warns", PHRASES)
 def test_apostrophes_are_no_quotes(prompt, phrases, warns):
@@ -118,36 +79,24 @@ def test_apostrophes_are_no_quotes(prompt, phrases, warns):
     assert warns == (sorted(painted) != sorted(phrases))
 
 ALIKE = [  # wanted, seen, score
-    ("OPEN", " o P\nEN ", 1), ("OPEN", "OPEM", 2 * 3 / 8), ("OPEN", "", 0), ("one two", "one", 6 / 9),
-    ("你好世界", "你 好", 4 / 6), ("café", "cafe\u0301", 1), ("No. 7", "Ｎｏ．７", 1),
-    ("ab" * 200, "x" + "ab" * 200, 800 / 801)]
+    ("OPEN", " o P\nEN ", 1), ("OPEN", "OPEM", 2 * 3 / 8), ("OPEN", "", 0), ("café", "cafe\u0301", 1),
+    ("No. 7", "Ｎｏ．７", 1), ("ab" * 200, "x" + "ab" * 200, 800 / 801)]
 
 @pytest.mark.parametrize("wanted, seen, score", ALIKE)
 def test_compare_by_hand(wanted, seen, score):
     """Case, spaces and forms of Unicode are no mistakes, and a long text is compared as a short one is."""
     assert gallery.compare(wanted, seen) == pytest.approx(score)
 
-def test_ssim_by_hand_and_as_published():
-    """Window by window on a real picture; and IPOL's imdiff, as scikit-image's own tests quote it
+def test_ssim_as_published():
+    """IPOL's imdiff, as scikit-image's own tests quote it
     (https://github.com/scikit-image/scikit-image/pull/4913#issuecomment-700653165)."""
     data = pytest.importorskip("skimage.data", reason="pip install scikit-image")
-    image = Image.fromarray(data.astronaut()[50:130, 180:260])
-    target = image.resize((40, 40)).resize((80, 80))
-    bell = np.exp(-(np.arange(11) - 5) ** 2 / (2 * 1.5**2))
-    weights = np.outer(bell, bell) / bell.sum() ** 2
-    arrays = np.stack([image, target]) / 255
-    x, y = np.lib.stride_tricks.sliding_window_view(arrays, (11, 11), axis=(1, 2))
-    mx, my, xx, yy, xy = ((weights * z).sum(axis=(3, 4)) for z in (x, y, x * x, y * y, x * y))
-    slow = (2 * mx * my + 1e-4) * (2 * (xy - mx * my) + 9e-4)
-    slow /= (mx**2 + my**2 + 1e-4) * (xx - mx**2 + yy - my**2 + 9e-4)
-    scores = gallery.ssim([image] * 3, [""] * 3, [image, target, image.resize((160, 160))])
-    assert scores[:2] == pytest.approx([1, slow.mean()], abs=1e-6)
-    assert scores[1] < 0.95 < scores[2] < 1
     camera = data.camera()
     noise = 20 * np.random.RandomState(5).randn(512, 512)
     noisy = np.clip(camera + noise, 0, 255).astype(np.uint8)
-    pair = [Image.fromarray(array).convert("RGB") for array in (camera, noisy)]
-    assert gallery.ssim(pair[:1], [""], pair[1:])[0] == pytest.approx(0.357959, abs=1e-3)
+    first, second = [Image.fromarray(array).convert("RGB") for array in (camera, noisy)]
+    scores = gallery.ssim([first, second, first.resize((700, 700))], [""] * 3, [second, second, first])
+    assert scores[:2] == pytest.approx([0.357959, 1], abs=1e-3) and scores[2] == pytest.approx(1)
 
 def test_the_other_rewards_by_hand(monkeypatch):
     """A stand-in for LPIPS, whose weights are not here; of the others the bytes and the edges are counted."""
@@ -190,33 +139,27 @@ def test_clip_and_aesthetic_by_hand(monkeypatch, tmp_path):
     config = transformers.CLIPConfig(
         text_config=dict(half, vocab_size=99, bos_token_id=0, eos_token_id=1, pad_token_id=1),
         vision_config=dict(half, image_size=32, patch_size=16), projection_dim=16)
-    letters = [c + end for c in "abcdefghijklmnopqrstuvwxyz" for end in ("", "</w>")]
+    letters = [c + end for c in string.ascii_lowercase for end in ("", "</w>")]
     words = {word: i for i, word in enumerate(["<|startoftext|>", "<|endoftext|>", *letters])}
-    images = transformers.CLIPImageProcessorPil(
-        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     processor = transformers.CLIPProcessor(images, transformers.CLIPTokenizer(vocab=words, merges=[]))
     model = transformers.CLIPModel(config).eval().requires_grad_(False)
-    model.save_pretrained(tmp_path)
-    processor.save_pretrained(tmp_path)
     head = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 1)).requires_grad_(False)
     torch.save({f"layers.{key}": value for key, value in head.state_dict().items()}, tmp_path / "head.pth")
-    for name in ("CLIP", "PICKSCORE", "PICKSCORE_PROCESSOR"):
-        monkeypatch.setattr(gallery, name, str(tmp_path))
+    monkeypatch.setattr(gallery, "load_clip", lambda name, own: (model, processor))
     monkeypatch.setattr(gallery, "HEAD", str(tmp_path / "head.pth"))
     prompts = ["a red fox on a long long wall", "blue"]
-    rewards = {name: (getattr(gallery, name), 1.0) for name in ("clip", "aesthetic", "aesthetic_z", "pickscore")}
-    total, metrics = grpo.compute_rewards(PAIR, prompts, [None] * 2, rewards)
     with torch.no_grad():
-        cosines, marks, scores, choices = (getattr(gallery, name)(PAIR, prompts) for name in rewards)
-    assert torch.allclose(choices, model.logit_scale.exp() * cosines) and model.logit_scale > 2
-    assert torch.allclose(total.float(), cosines + marks + scores + choices) and abs(metrics["reward/aesthetic_z"]) < 1e-6
-    first = 1 if marks[0] > marks[1] else -1
-    assert scores.tolist() == pytest.approx([first * 0.5**0.5, -first * 0.5**0.5], abs=1e-2)
-    for i, (image, prompt) in enumerate(zip(PAIR, prompts)):
-        a = model.get_image_features(**processor(images=image, return_tensors="pt")).pooler_output[0]
-        b = model.get_text_features(**processor(text=prompt, return_tensors="pt")).pooler_output[0]
-        assert float(cosines[i]) == pytest.approx(F.cosine_similarity(a, b, dim=0).item(), abs=1e-5)
-        assert float(marks[i]) == pytest.approx(head(a / a.norm()).item(), abs=1e-5)
+        cosines, marks, scores, choices = [getattr(gallery, name)(PAIR, prompts) for name in
+                                           ("clip", "aesthetic", "aesthetic_z", "pickscore")]
+        assert torch.allclose(choices, model.logit_scale.exp() * cosines) and model.logit_scale > 2
+        first = 1 if marks[0] > marks[1] else -1
+        assert scores.tolist() == pytest.approx([first * 0.5**0.5, -first * 0.5**0.5], abs=1e-2)
+        for i, (image, prompt) in enumerate(zip(PAIR, prompts)):
+            a = model.get_image_features(**processor(images=image, return_tensors="pt")).pooler_output[0]
+            b = model.get_text_features(**processor(text=prompt, return_tensors="pt")).pooler_output[0]
+            assert float(cosines[i]) == pytest.approx(F.cosine_similarity(a, b, dim=0).item(), abs=1e-5)
+            assert float(marks[i]) == pytest.approx(head(a / a.norm()).item(), abs=1e-5)
 
 def test_judge_asks_and_reads(monkeypatch):
     """The picture and the prompt must arrive; an answer without a number is 0, and does not end a run."""

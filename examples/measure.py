@@ -295,7 +295,9 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4,
     def marked(name, function):
         def call(*args, **kwargs):
             marks[name].append(gpu.counts.copy())
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            marks[f"end of {name}"].append(gpu.counts.copy())
+            return result
 
         return call
 
@@ -319,7 +321,7 @@ def count_memory(side, num_prompts, micro_batch_size=1, group_size=4,
         with (mock.patch.object(transformer, "forward", marked("dit", transformer.forward)),
               mock.patch.object(edit, "open_source", lambda path: source)):
             wrapper.decode([prompt], rollout.tokens[:micro_batch_size], [0])
-        return marks["dit"][1] - marks["dit"][0]
+        return marks["end of dit"][0] - marks["dit"][0]
 
     peaks = {}
     counts = {}
@@ -462,19 +464,15 @@ class CountKernels(TorchDispatchMode):
         self.kernels += computes(function, (args, kwargs), grpo.DEVICE.type)
         return function(*args, **kwargs)
 
-def count_between_calls(owner, name, skip, function):
-    """Runs `function`, and counts the kernels from one call of owner.name to the next."""
+def count_in_call(owner, name, skip, function):
+    """Runs `function`, and counts the kernels of one call of owner.name, after `skip` others."""
     original = getattr(owner, name)
     counter = CountKernels()
     calls = itertools.count()
 
     def call(*args, **kwargs):
-        number = next(calls)
-        if number == skip:
-            counter.__enter__()
-        elif number == skip + 1:
-            counter.__exit__(None, None, None)
-        return original(*args, **kwargs)
+        with counter if next(calls) == skip else contextlib.nullcontext():
+            return original(*args, **kwargs)
 
     with mock.patch.object(owner, name, call):
         function()
@@ -496,18 +494,18 @@ def measure_report(args):
           f"decode steps, guidance {config.guidance}, offload {wrapper.halves.offload}, "
           f"compile {config.compile}\n", flush=True)
     # A small step first: it warms up, and its kernels are counted.
-    token = count_between_calls(
+    token = count_in_call(
         wrapper, "forward", 5, lambda: wrapper.sample([short], config.group_size, [0]))
     rollout = wrapper.sample([short], config.group_size, [0])
-    passes = count_between_calls(
+    passes = count_in_call(
         wrapper.pipe.transformer, "forward", 0,
         lambda: wrapper.decode([short], rollout.tokens[:1].expand(2, -1), [0]))
     counter = CountKernels()
     with counter:
-        trainer.train_step(rollout.part(slice(config.micro_batch_size)),
-                           torch.ones(config.micro_batch_size))
-    print(f"kernels: {token:,} a token, {passes:,} a DiT pass, {counter.kernels:,} an update of "
-          f"{config.micro_batch_size} image(s)\n", flush=True)
+        part = rollout.part(slice(config.micro_batch_size))
+        trainer.train_step(part, torch.ones(len(part.prompts)))
+    print(f"kernels: {token:,} a token before it is drawn, {passes:,} a DiT pass, "
+          f"{counter.kernels:,} an update of {len(part.prompts)} image(s)\n", flush=True)
     report_phases(config, trainer, short)
     report_padding(config, trainer, short, long)
 

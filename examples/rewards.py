@@ -187,5 +187,5 @@ def judge(images, prompts, targets=None):
 if __name__ == "__main__":
     print(__doc__)
     for name, function in list(globals().items()):
-        if inspect.isfunction(function) and [*inspect.signature(function).parameters][:1] == ["images"]:
+        if inspect.isfunction(function) and "targets" in inspect.signature(function).parameters:
             print(f"{name:12} {inspect.getdoc(function)}")
