@@ -674,9 +674,9 @@ class GLMImageWrapper(PolicyWrapper):
             all_logprobs = compute_policy_logprobs(logits, allowed)
             ids = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
             logprobs = all_logprobs.gather(1, ids)
-            columns.append((ids.cpu(), logprobs.cpu(), allowed[:, None].cpu()))
+            columns.append((ids, logprobs, allowed[:, None].cpu()))  # [N, V], large for the GPU
             places = slice(L + i, L + i + 1)
-        return Rollout(prompts, *[torch.cat(column, 1) for column in zip(*columns)])
+        return Rollout(prompts, *[torch.cat(column, 1).cpu() for column in zip(*columns)])
 
     def compute_logprobs(self, rollout):
         """Teacher forcing: one pass -> log-probs with a gradient, entropies without, [B, T]."""
