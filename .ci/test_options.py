@@ -1,7 +1,7 @@
 """Tests of --compile and --wandb, which need a compiler and a package that grpo.py itself does without. Run from the root:
     python -m pytest -q .ci/test_options.py
 """
-import json, shutil, sys
+import json, os, shutil, sys
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +12,7 @@ import grpo
 from test_grpo import PROMPTS, make_config, make_trainer, make_wrapper, perturb, roll, rows_of
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif("SLOW" not in os.environ, reason="it compiles for minutes; set SLOW=1")
 def test_compiled_layers_compute_the_same(tmp_path):
     """Tokens, log-probs, gradients and pictures, with LoRA on and off, padded and not, without a graph break, and
     through --resume: a compiled layer must see the switch of LoRA, the cache and the checkpointing."""
