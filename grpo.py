@@ -114,7 +114,7 @@ def compute_advantages(rewards, group_size):
     """A = (r - mean of its group) / (std of its group + 1e-6). rewards [N] -> advantages [N]."""
     if group_size < 2:
         raise BadInput("--group_size must be at least 2, to have something to compare")
-    groups = torch.as_tensor(rewards).double().view(-1, group_size)  # [P, G]
+    groups = torch.as_tensor(rewards, dtype=torch.float64).view(-1, group_size)  # [P, G]
     # A shift changes nothing, but makes equal rewards 0: they must have a mean without any error,
     # as it would be divided by 1e-6.
     groups = groups - groups[:, :1]
@@ -218,6 +218,8 @@ def compute_rewards(images, prompts, targets, rewards, finite=True):
             raise BadInput(wrong)
         metrics[f"reward/{name}"] = scores.mean().item()
         total += weight * scores
+    if finite and not total.isfinite().all():
+        raise BadInput("--reward: the weighted sum is not finite")
     metrics["reward"] = total.mean().item()
     return total, metrics
 
@@ -268,13 +270,13 @@ class LoRA:
         write_file(folder / "adapter_config.json", config.encode())
         write_file(folder / "adapter_model.safetensors", safetensors.torch.save(self.weights))
 
-    def load(self, saved):
+    def load(self, saved, what="--adapter"):
         if saved.keys() != self.weights.keys():
-            raise BadInput("--adapter: its layers are not those of the model")
+            raise BadInput(f"{what}: its layers are not those of the model")
         for name, weight in self.weights.items():
             new = saved[name]
             if new.shape != weight.shape or not new.is_floating_point() or not new.isfinite().all():
-                raise BadInput(f"--adapter: {name} has another shape, or is not finite")
+                raise BadInput(f"{what}: {name} has another shape, or is not finite")
         for name, weight in self.weights.items():
             weight.data.copy_(saved[name])
 
@@ -362,12 +364,18 @@ class GRPOTrainer:
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
         self.out = Path(config.resume or new_folder(config)).absolute()
-        if (self.out / "checkpoint.pt").exists():
-            self.load_checkpoint()
-        elif config.adapter:
+        saved = (self.out / "checkpoint.pt").exists()
+        if config.adapter and not saved:
             self.lora.load(read_adapter(config.adapter, config.lora_rank))
         if RANK == 0:  # only one process writes
             self.open_folder(config)
+        if saved:
+            self.load_checkpoint()
+        if RANK == 0:
+            step = len(self.history) + 1
+            large = "--model zai-org/GLM-Image for the large one"
+            print(f"model: {config.model} on {DEVICE} ({large})")
+            print(f"files: {self.out}, next step: {step} of {config.steps}", flush=True)
 
     def open_folder(self, config):
         # This fails if the folder exists, so that two runs never share one.
@@ -380,8 +388,6 @@ class GRPOTrainer:
             import wandb  # pip install wandb
             self.wandb = wandb
             wandb.init(project=config.wandb, name=self.out.name, dir=self.out, config=settings)
-        print(f"model: {config.model} on {DEVICE} (--model zai-org/GLM-Image for the large one)")
-        print(f"files: {self.out}, next step: {len(self.history) + 1} of {config.steps}", flush=True)
 
     def train(self):
         config = self.config
@@ -507,7 +513,7 @@ class GRPOTrainer:
         path = self.out / "checkpoint.pt"
         state = attempt(path, torch.load, path, "cpu", weights_only=True)
         self.history = state["history"]
-        self.lora.load(state["adapter"])
+        self.lora.load(state["adapter"], f"--resume {path}")
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.param_groups[0]["lr"] = self.config.lr  # it may be typed anew
 
@@ -726,7 +732,8 @@ def load_prompts(path):
         if prompt.startswith("#") or not line.strip():
             continue
         if not prompt or len(target) > 1 or re.search(ODD_LINE, line):
-            raise BadInput(f"{where}: must be a prompt, or a prompt, a tab and a path: {line!r}")
+            raise BadInput(f"{where}: must be a prompt, or a prompt, a tab and a path; no JSON, no "
+                           f"control characters: {line!r}")
         prompts.append(prompt)
         targets.append(path.parent / target[0] if target else None)
         if target:
@@ -765,7 +772,8 @@ def load_rewards(text):
         name, _, weight = rest.partition("=")
         function = getattr(import_once(path), name, None) if path else REWARDS.get(name)
         if not callable(function) or name in rewards:
-            raise BadInput(f"--reward {part}: needs a function, once, and no comma in its path")
+            raise BadInput(f"--reward {part}: there is no such function, or two rewards have its "
+                           "name, or there is a comma in its path")
         signature = attempt(f"--reward {part}", inspect.signature, function)
         attempt(f"--reward {part}: is called with 3 lists", signature.bind, 1, 2, 3)
         weight = attempt(f"--reward {part}", float, weight or 1)
@@ -799,6 +807,8 @@ def parse_args(argv=None, **defaults):
     parser.set_defaults(**defaults)
     typed, _ = parser.parse_known_args(argv)  # to learn --resume, --model
     path = Path(typed.resume, "config.json") if typed.resume else Path(typed.model, "grpo.json")
+    if typed.resume and (typed.adapter or typed.out):
+        raise BadInput("--resume: a run keeps its folder and its weights, without --out, --adapter")
     if typed.resume or path.is_file():
         settings = attempt(path, read_json, path)
         attempt(path, Config, **settings)  # fails if a setting is unknown
@@ -818,15 +828,17 @@ def parse_args(argv=None, **defaults):
 def check_settings(config):
     """What would waste hours in silence, or be found only after a model is loaded."""
     for name, value in vars(config).items():
-        if value != value:  # NaN
-            raise BadInput(f"--{name} must be a number")
+        if isinstance(value, (int, float)) and not 0 <= value < math.inf:  # or NaN
+            raise BadInput(f"--{name} {value}: must be a number, and not negative")
+        if value == 0 and name not in "lr clip_range kl_coef guidance top_k seed compile".split():
+            raise BadInput(f"--{name} must not be 0")
     compute_advantages([0.0] * config.group_size, config.group_size)  # or raises
     if config.width % 32 or config.height % 32:
         raise BadInput("--width and --height must be multiples of 32")
     if config.batch_size % WORLD_SIZE:
         raise BadInput(f"--batch_size must be a multiple of the number of GPUs, {WORLD_SIZE}")
-    if config.out and (config.resume or os.path.exists(config.out)):
-        raise BadInput(f"--out {config.out}: must be a new folder; a resumed run has its own")
+    if config.out and os.path.exists(config.out):
+        raise BadInput(f"--out {config.out}: must be a new folder")
     if config.wandb:  # a folder of that name, which it leaves behind, can be imported as well
         attempt("--wandb: first run `pip install wandb`", importlib.metadata.version, "wandb")
 

@@ -172,7 +172,9 @@ def test_numbers_that_would_waste_hours_are_refused():
     """A group of one learns nothing, 48 pixels are no whole tokens; but 0 and 1 are welcome for fractions."""
     whole = dict(kl_coef=0, lr=0, clip_range=0, guidance=0, temperature=1, top_p=1, max_grad_norm=1)
     grpo.check_settings(make_config(**whole))
-    for name, wrong in dict(width=48, height=80, lr=math.nan, top_p=math.nan, group_size=1).items():
+    grpo.check_settings(make_config(top_k=0, seed=0))
+    for name, wrong in dict(width=48, height=80, lr=math.nan, top_p=math.nan, group_size=1, save_every=0, seed=-1,
+                            temperature=0.0, num_iterations=0, kl_coef=-0.1, max_grad_norm=math.inf).items():
         with pytest.raises(grpo.BadInput, match=f"--.*{name}"):
             grpo.check_settings(make_config(**{name: wrong}))
     with mock.patch.object(grpo, "WORLD_SIZE", 2), pytest.raises(grpo.BadInput, match="--batch_size .* 2"):
@@ -205,6 +207,9 @@ def test_a_setting_comes_from_the_last_place_that_has_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(vars(config) | dict(steps=7, out=None)))
     resumed = grpo.parse_args([f"--resume={tmp_path}", "--lr", "9"])
     assert (resumed.model, resumed.steps, resumed.lr, resumed.seed) == (str(tmp_path), 7, 9.0, 4)
+    for typed in ("--adapter=a", "--out=b"):  # without a word they would have no effect
+        with pytest.raises(grpo.BadInput, match="--resume"):
+            grpo.parse_args([f"--resume={tmp_path}", typed])
     for wrong in ('{"lrr": 1}', "{"):
         (tmp_path / "grpo.json").write_text(wrong)
         with pytest.raises(grpo.BadInput, match="grpo.json"):  # a typing error was a setting without effect
@@ -294,6 +299,7 @@ def test_advantages_do_not_feel_a_constant(offset):
     plain = grpo.compute_advantages(rewards, 4)
     assert torch.allclose(grpo.compute_advantages(total, 4), plain, atol=1e-5 if offset == -3e9 else 1e-6)
     assert not grpo.compute_advantages([offset + 0.3] * 6, 6).any()
+    assert grpo.compute_advantages([1e9, 1e9 + 10], 2).tolist() == pytest.approx([-0.5**0.5, 0.5**0.5])
 
 @algorithm
 def test_whole_samples_may_have_a_log_prob_each():
