@@ -1,7 +1,7 @@
 """Tests of --compile and --wandb, which need a compiler and a package that grpo.py itself does without. Run from the root:
     python -m pytest -q .ci/test_options.py
 """
-import json, os, shutil, sys
+import importlib.metadata, json, os, shutil
 from pathlib import Path
 from unittest import mock
 
@@ -69,8 +69,10 @@ def test_weights_and_biases_gets_every_row_and_all_pictures(tmp_path, monkeypatc
     saved = next(folder.glob("run-*.wandb")).read_bytes()
     assert all(json.dumps(row["reward"]).encode() in saved for row in trainer.history)
 
-def test_without_the_package_one_line_says_how_to_install_it(monkeypatch):
-    """Before a model is loaded, and not as a traceback after it."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
+def test_without_the_package_one_line_says_how_to_install_it(tmp_path, monkeypatch):
+    """Before a model is loaded, and not as a traceback after it; a folder of its name, which can be imported, is none."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=importlib.metadata.PackageNotFoundError("wandb")))
     with pytest.raises(grpo.BadInput, match="pip install wandb"):
         grpo.check_settings(make_config(wandb="project"))

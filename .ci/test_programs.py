@@ -1,6 +1,6 @@
 """Every program of examples/ is run: --help, without arguments, by its module and by its path. Also toy.py, measure.py and
 targets.py do what they say. No network, no GPU."""
-import ast, json, os, re, resource, runpy, subprocess, sys
+import ast, json, os, re, runpy, subprocess, sys
 from pathlib import Path
 
 import pytest, torch
@@ -29,14 +29,11 @@ def test_help(name, tmp_path):
     assert max(map(len, path.read_text().splitlines())) <= 100
     if name == "choose":  # a file with a reward
         return
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True,
                           env=os.environ | dict(OMP_NUM_THREADS="1"))
-    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert told.splitlines()[0] in done.stdout and not list(tmp_path.iterdir())
     assert name == "rewards" or "--out" in done.stdout or "flags:" in done.stdout or "positional" in done.stdout
-    assert seconds < 15  # 3 on a machine that does nothing else
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("choose", "toy")])  # toy.py trains
 def test_without_arguments(name, run, tmp_path):
