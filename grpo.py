@@ -21,7 +21,7 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
 import collections, contextlib, dataclasses, functools, importlib.metadata, inspect, io
-import json, math, os, pkgutil, re, sys, time, typing
+import json, math, os, pkgutil, re, shlex, sys, time, typing
 from pathlib import Path
 import diffusers, filelock, safetensors.torch, torch, transformers
 import numpy as np
@@ -236,6 +236,7 @@ class LoRA:
         for hook in getattr(model, "lora_hooks", []):
             hook.remove()
         model.lora_hooks = []
+        model.lora = self
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
@@ -281,7 +282,7 @@ class LoRA:
             weight.data.copy_(saved[name])
 
 # Settings that, if they are on, make another adapter than plain LoRA.
-ODD_SETTING = r"use_\w+|\w+_pattern|\w+_config|layer_replication|alora\w+"
+ODD_SETTING = r"use_\w+|\w+_pattern|(?!runtime)\w+_config|layer_replication|alora\w+"
 
 def read_adapter(folder, rank):
     """The weights of a peft adapter, which must be a plain LoRA of this rank, alpha = 2 * rank."""
@@ -391,6 +392,8 @@ class GRPOTrainer:
 
     def train(self):
         config = self.config
+        if self.wrapper.policy.lora is not self.lora:
+            raise BadInput("another trainer has taken over this model; make a new one")
         if self.in_step:  # Ctrl-C in a notebook: what the step did is forgotten
             self.load_checkpoint()
         if not self.history:
@@ -718,7 +721,7 @@ class GLMImageWrapper(PolicyWrapper):
         return images
 
 # --- Prompts and rewards that the user brings ---------------------------------
-ODD_LINE = r"""[\0-\x08\x0e-\x1b\ufeff]|^\s*[{\[]\s*(['"]|$)"""  # not of a text, or of JSON
+ODD_LINE = r"""[\0-\x08\x0e-\x1b]|^\s*\ufeff|^\s*[{\[]\s*(['"]|$)"""  # not of a text, or of JSON
 
 def load_prompts(path):
     """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, paths of targets or None.
@@ -738,7 +741,7 @@ def load_prompts(path):
         targets.append(path.parent / target[0] if target else None)
         if target:
             attempt(where, open_image, targets[-1])
-    if not prompts or path.suffix.lower() in (".csv", ".tsv", ".json", ".yaml", ".parquet"):
+    if not prompts or path.suffix.lower() in (".csv", ".tsv", ".json", ".jsonl", ".yaml"):
         raise BadInput(f"--prompts {path}: must be a text file with a prompt on each line")
     return prompts, targets
 
@@ -760,7 +763,7 @@ def import_file(path):
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    exec(compile(path.read_bytes(), path, "exec"), vars(module))  # never from stale bytecode
     return module
 
 def load_rewards(text):
@@ -769,7 +772,7 @@ def load_rewards(text):
     import_once = functools.cache(import_file)  # once for all rewards of a file
     for part in text.split(","):
         path, _, rest = part.strip().rpartition(":")
-        name, _, weight = rest.partition("=")
+        name, _, weight = [word.strip() for word in rest.partition("=")]
         function = getattr(import_once(path), name, None) if path else REWARDS.get(name)
         if not callable(function) or name in rewards:
             raise BadInput(f"--reward {part}: there is no such function, or two rewards have its "
@@ -861,7 +864,8 @@ def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
         try:
             trainer.train()
         except KeyboardInterrupt:
-            sys.exit(f"\nStopped. To go on: python {sys.argv[0]} --resume {trainer.out}")
+            folder = shlex.quote(str(trainer.out))
+            sys.exit(f"\nStopped. To go on: python {sys.argv[0]} --resume {folder}")
     except BadInput as error:
         program = Path(sys.argv[0]).name
         print(f"{program}: error:", *str(error).split(), file=sys.stderr)  # on one line

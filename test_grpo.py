@@ -431,8 +431,13 @@ def test_rewards_are_loaded_with_their_weights(tmp_path, modules):
     _, metrics = grpo.compute_rewards(*blank(2), rewards)
     assert metrics == {"reward/NaN_free": 0.5, "reward/b": 2.5, "reward": 1.75}
     own.write_text("def b(images, *_): return [7]")
-    (again, _), = grpo.load_rewards(f"{own}:b=1e-1").values()
+    (again, _), = grpo.load_rewards(f"{own}:b = 1e-1").values()
     assert again([]) == [7]  # a file that was changed is read again
+    os.utime(own, (1, 1))
+    grpo.load_rewards(f"{own}:b")
+    own.write_text("def b(images, *_): return [8]")
+    os.utime(own, (1, 1))  # of one size and time, as in an image of a container: its bytecode was that of the first
+    assert grpo.load_rewards(f"{own}:b")["b"][0]([]) == [8]
     assert grpo.load_rewards("color=0")["color"][1] == 0  # only watched; `weight or 1` of a number is 1
 
 @pytest.mark.parametrize("text", [
@@ -517,7 +522,7 @@ def test_a_line_ends_only_where_it_ends(tmp_path, mark):
     assert grpo.load_prompts(tmp_path / "p.txt")[0] == [f"a red{mark}fox", "blue"]
 
 @pytest.mark.parametrize("line", [
-    b"a cat\tt.png\tu.png", b"\tt.png", b" \tt.png", "\ufeff# joined".encode(), "a \ufeffcat".encode(), b"a\0cat",
+    b"a cat\tt.png\tu.png", b"\tt.png", b" \tt.png", "\ufeff# joined".encode(), "\ufeffa cat".encode(), b"a\0cat",
     b'{"prompt": "a cat"}', b'{ "prompt": 1}', b"['a cat', 'b']", b"[", b"a \x1b[1mcat", b"a cat\tand a blue bird", b"a cat\tp.txt", b"a cat\tempty.png", b"a cat\tcut.png",
     b"a cat\tdeep.png", b"a cat\tfloat.tiff"])
 def test_a_line_that_is_not_what_it_looks_like_is_found_by_its_number(tmp_path, line):
@@ -532,7 +537,7 @@ def test_a_line_that_is_not_what_it_looks_like_is_found_by_its_number(tmp_path, 
         grpo.load_prompts(tmp_path / "p.txt")
 
 @pytest.mark.parametrize("name, text", [
-    ("p.csv", b"prompt,target\n"), ("p.CSV", b"red"), ("p.json", b"[]"), ("p.parquet", b"PAR1"), ("p.txt", b"# nothing\n"), ("p.txt", b""), ("p.txt", b"\xff\xfea"),
+    ("p.csv", b"prompt,target\n"), ("p.CSV", b"red"), ("p.json", b"[]"), ("p.jsonl", b'"red"\n'), ("p.txt", b"# nothing\n"), ("p.txt", b""), ("p.txt", b"\xff\xfea"),
     ("p.jsonl", b'{"prompt": "red"}')])
 def test_files_that_are_no_prompts_are_named(tmp_path, name, text):
     """Rows of a table and braces became prompts."""
@@ -638,6 +643,7 @@ def test_a_second_lora_takes_the_place_of_the_first():
     perturb(grpo.LoRA(model, "a", rank=4))
     second = perturb(grpo.LoRA(model, "a", rank=2))
     A, B = second.weights.values()
+    assert model.lora is second
     expected = torch.nn.functional.linear(x, model["a"].weight, model["a"].bias) + 2 * (x @ A.T) @ B.T
     assert torch.allclose(model["a"](x), expected)
 
@@ -1039,6 +1045,14 @@ def test_train_again_in_a_notebook_repeats_no_step(finished, tmp_path, where, wh
         trainer.train()
     trainer.train()
     assert_same_run(finished, tmp_path / "run")
+
+def test_the_first_trainer_of_a_model_is_told_that_a_second_has_taken_over(tmp_path):
+    """It went on sampling with the adapters of the second, and its own got no gradient, in silence."""
+    first = make_trainer(tmp_path / "first", steps=1)
+    second = grpo.GRPOTrainer(make_config(out=str(tmp_path / "second"), steps=1), first.wrapper, ["red"], first.rewards)
+    with pytest.raises(grpo.BadInput, match="another trainer"):
+        first.train()
+    second.train()
 
 def test_ctrl_c_in_the_second_of_two_updates_is_forgotten(tmp_path):
     """What the first of them did would stay in the weights, and in Adam's moments."""
