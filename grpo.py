@@ -20,8 +20,8 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import collections, contextlib, dataclasses, functools, importlib.metadata, inspect, io
-import json, math, os, pkgutil, re, shlex, sys, time, typing
+import collections, contextlib, dataclasses, functools, importlib.metadata, io, json, math, os
+import pkgutil, re, shlex, sys, time, typing
 from pathlib import Path
 import diffusers, filelock, safetensors.torch, torch, transformers
 import numpy as np
@@ -31,7 +31,7 @@ from torch import nn
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these variables
 RANK = int(os.environ.get("RANK", 0)) % WORLD_SIZE  # one process alone is the first
 CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
+DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if CUDA else "cpu")
 GPU_GIB = torch.cuda.get_device_properties(DEVICE).total_memory / 2**30 if CUDA else 0
 
 class BadInput(ValueError):
@@ -53,6 +53,9 @@ TINY_MODEL = str(Path(__file__).resolve().parent / "examples/tiny-glm-image")
 
 def flag(default, text):
     return transformers.hf_argparser.HfArg(default=default, help=text)
+
+def new_folder():
+    return os.path.abspath(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 @dataclasses.dataclass
 class Config:
@@ -84,7 +87,8 @@ class Config:
         "auto", "keep only one half of the model on the GPU; auto: if it has less than 60 GiB")
     compile: bool = flag(False, "torch.compile the layers: a slow start, then faster steps")
     # The run
-    out: str | None = flag(None, "new folder for the run; default: runs/<date-time>-<process id>")
+    out: str | None = dataclasses.field(
+        default_factory=new_folder, metadata=dict(help="new folder for the run"))
     resume: str | None = flag(None, "folder of a run to continue, with its settings")
     save_every: int = flag(10, "steps between two saves of pictures and adapters")
     wandb: str | None = flag(None, "project of Weights & Biases that the run is logged to")
@@ -134,11 +138,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     towards `ref`.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
-    if advantages.shape != new_logprobs.shape[:1]:  # [N, T] would broadcast silently
-        raise ValueError(f"advantages must be [N], one for each row: {advantages.shape}")
     ratio = (new_logprobs - old_logprobs.detach()).exp()  # [N, T]
-    A = advantages.detach().to(new_logprobs)
-    A = A.view(-1, *[1] * (new_logprobs.dim() - 1))  # [N, 1]
+    A = advantages.detach().to(ratio).view(len(ratio), *[1] * (ratio.dim() - 1))  # [N, 1]
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * A
     # A token has no gradient if A > 0 and its ratio is above the clip, or if A < 0 and it is below,
@@ -195,31 +196,21 @@ def reward_mse(images, prompts, targets):
 
 REWARDS = {"color": reward_color, "mse": reward_mse}
 
-def read_scores(values):
-    """What a reward returns, any numbers in an order -> fp64 [N]."""
-    if isinstance(values, (dict, set, frozenset, bytes, bytearray)):
-        raise TypeError("these are not numbers in the order of the images")
-    numbers = [torch.as_tensor(value, dtype=torch.float64).item() for value in values]
-    return torch.tensor(numbers, dtype=torch.float64)
-
 @torch.no_grad()
-def compute_rewards(images, prompts, targets, rewards, finite=True):
+def compute_rewards(images, prompts, targets, rewards):
     """Calls each of {name: (function, weight)} -> their weighted sum [N], fp64, {metric: mean}.
     Each gets copies of its own, so that what it sorts or paints over does not matter to others."""
-    N = len(images)
-    total = torch.zeros(N, dtype=torch.float64)
+    total = torch.zeros(len(images), dtype=torch.float64)
     metrics = {}
     for name, (function, weight) in rewards.items():
         values = function([image.copy() for image in images], list(prompts),
                           [target and open_image(target) for target in targets])
-        wrong = f"--reward {name}: must give {N} finite numbers and gave {values!r:.200}"
-        scores = attempt(wrong, read_scores, values)
-        if len(scores) != N or (finite and not scores.isfinite().all()):
+        wrong = f"--reward {name}: must give {len(images)} finite numbers and gave {values!r:.200}"
+        scores = attempt(wrong, torch.as_tensor, values, dtype=torch.float64, device="cpu")
+        if scores.shape != total.shape or not (weight * scores).isfinite().all():
             raise BadInput(wrong)
         metrics[f"reward/{name}"] = scores.mean().item()
         total += weight * scores
-    if finite and not total.isfinite().all():
-        raise BadInput("--reward: the weighted sum is not finite")
     metrics["reward"] = total.mean().item()
     return total, metrics
 
@@ -235,19 +226,16 @@ class LoRA:
         self.weights = {}
         for hook in getattr(model, "lora_hooks", []):
             hook.remove()
-        model.lora_hooks = []
-        model.lora = self
+        self.hooks = model.lora_hooks = []
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
-                A = nn.Linear(linear.in_features, rank, bias=False, dtype=torch.float32)
-                B = torch.zeros(linear.out_features, rank, dtype=torch.float32, device=DEVICE)
-                A = A.to(DEVICE).weight
-                B = nn.Parameter(B)
+                A = nn.Linear(linear.in_features, rank, False, dtype=torch.float32).to(DEVICE).weight
+                B = nn.Parameter(A.new_zeros(linear.out_features, rank))
                 self.weights[f"base_model.model.{name}.lora_A.weight"] = A
                 self.weights[f"base_model.model.{name}.lora_B.weight"] = B
                 hook = functools.partial(self.add_low_rank, A, B)
-                model.lora_hooks.append(linear.register_forward_hook(hook))
+                self.hooks.append(linear.register_forward_hook(hook))
 
     def add_low_rank(self, A, B, linear, inputs, output):
         if self.enabled:
@@ -271,29 +259,28 @@ class LoRA:
         write_file(folder / "adapter_config.json", config.encode())
         write_file(folder / "adapter_model.safetensors", safetensors.torch.save(self.weights))
 
-    def load(self, saved, what="--adapter"):
+    def load(self, saved):
         if saved.keys() != self.weights.keys():
-            raise BadInput(f"{what}: its layers are not those of the model")
+            raise BadInput("the adapter's layers are not those of the model")
         for name, weight in self.weights.items():
             new = saved[name]
             if new.shape != weight.shape or not new.is_floating_point() or not new.isfinite().all():
-                raise BadInput(f"{what}: {name} has another shape, or is not finite")
-        for name, weight in self.weights.items():
-            weight.data.copy_(saved[name])
+                raise BadInput(f"the adapter's {name} has another shape, or is not finite")
+            weight.data.copy_(new)
 
-# Settings that, if they are on, make another adapter than plain LoRA.
-ODD_SETTING = r"use_\w+|\w+_pattern|(?!runtime)\w+_config|layer_replication|alora\w+"
+# Settings that make another adapter than plain LoRA. PiSSA and others change the base model, too.
+ODD_SETTING = r"""(use_\w+|\w+_pattern|(?!runtime)\w+_config|layer_replication|alora\w+)=.*
+                  |init_lora_weights=(?!True|gaussian|orthogonal).*"""
 
 def read_adapter(folder, rank):
     """The weights of a peft adapter, which must be a plain LoRA of this rank, alpha = 2 * rank."""
     what = f"--adapter {folder}"
     config = attempt(what, read_json, Path(folder, "adapter_config.json"))
-    odd = [name for name, value in config.items() if value and re.fullmatch(ODD_SETTING, name)]
-    if config.get("init_lora_weights") not in (None, True, False, "gaussian", "orthogonal"):
-        odd.append("init_lora_weights")  # such as PiSSA, which changes the base model too
-    asked = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank)
-    if odd or config | asked != config:
-        raise BadInput(f"{what}: must be plain LoRA with {asked}, not {config}: {odd}")
+    settings = [f"{name}={value}" for name, value in config.items() if value]
+    odd = [setting for setting in settings if re.fullmatch(ODD_SETTING, setting, re.VERBOSE)]
+    plain = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank)
+    if odd or config | plain != config:
+        raise BadInput(f"{what}: must be plain LoRA with {plain}, not {config}: {odd}")
     return attempt(what, safetensors.torch.load_file, Path(folder, "adapter_model.safetensors"))
 
 # --- What the trainer asks of a model -----------------------------------------
@@ -344,10 +331,6 @@ def choose_prompts(step, num_prompts, config):
         seeds.append(1_000_000 * (config.seed + 1) + count)
     return indices, seeds
 
-def new_folder(config):
-    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return os.path.abspath(config.out or name)
-
 class GRPOTrainer:
     """Trains a PolicyWrapper. rewards: {name: (function, weight)}; targets: paths of pictures to
     imitate, or None."""
@@ -358,25 +341,17 @@ class GRPOTrainer:
         self.rewards = rewards
         self.targets = targets or [None] * len(prompts)
         self.history = []  # one row a step
-        self.in_step = False  # has a step begun that is not saved yet?
         self.wandb = None
+        self.out = Path(config.resume or config.out).absolute()
+        self.checkpoint = self.out / "checkpoint.pt"
         wrapper.check_prompts(prompts)
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
-        self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
-        self.out = Path(config.resume or new_folder(config)).absolute()
-        saved = (self.out / "checkpoint.pt").exists()
-        if config.adapter and not saved:
+        if config.adapter and not self.checkpoint.exists():
             self.lora.load(read_adapter(config.adapter, config.lora_rank))
+        self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
         if RANK == 0:  # only one process writes
             self.open_folder(config)
-        if saved:
-            self.load_checkpoint()
-        if RANK == 0:
-            step = len(self.history) + 1
-            large = "--model zai-org/GLM-Image for the large one"
-            print(f"model: {config.model} on {DEVICE} ({large})")
-            print(f"files: {self.out}, next step: {step} of {config.steps}", flush=True)
 
     def open_folder(self, config):
         # This fails if the folder exists, so that two runs never share one.
@@ -392,15 +367,18 @@ class GRPOTrainer:
 
     def train(self):
         config = self.config
-        if self.wrapper.policy.lora is not self.lora:
+        if self.lora.hooks is not self.wrapper.policy.lora_hooks:
             raise BadInput("another trainer has taken over this model; make a new one")
-        if self.in_step:  # Ctrl-C in a notebook: what the step did is forgotten
+        if self.checkpoint.exists():  # --resume, or a notebook's cell that is run again
             self.load_checkpoint()
-        if not self.history:
+        else:
             self.save(0)  # pictures before training
+        if RANK == 0:
+            step = len(self.history) + 1
+            print(f"model: {config.model} on {DEVICE} (--model zai-org/GLM-Image for the large one)\n"
+                  f"files: {self.out}, next step: {step} of {config.steps}", flush=True)
         started = time.perf_counter()
         for step in range(len(self.history) + 1, config.steps + 1):
-            self.in_step = True
             indices, seeds = choose_prompts(step, len(self.prompts), config)
             prompts = [self.prompts[i] for i in indices]
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
@@ -420,7 +398,6 @@ class GRPOTrainer:
             started = time.perf_counter()
             self.log(step, metrics)
             self.save(step)
-            self.in_step = False
 
     @torch.enable_grad()  # a reward's file may have turned them off
     def train_step(self, rollout, advantages):
@@ -495,7 +472,7 @@ class GRPOTrainer:
                      optimizer=self.optimizer.state_dict())
         file = io.BytesIO()
         torch.save(state, file)
-        write_file(self.out / "checkpoint.pt", file.getbuffer())
+        write_file(self.checkpoint, file.getbuffer())
         if self.wandb and self.history:
             self.wandb.log(self.history[-1], step=step)
 
@@ -513,10 +490,9 @@ class GRPOTrainer:
 
     def load_checkpoint(self):
         """What `save` wrote. With `weights_only` the file cannot run code."""
-        path = self.out / "checkpoint.pt"
-        state = attempt(path, torch.load, path, "cpu", weights_only=True)
+        state = attempt("--resume", torch.load, self.checkpoint, "cpu", weights_only=True)
         self.history = state["history"]
-        self.lora.load(state["adapter"], f"--resume {path}")
+        self.lora.load(state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.param_groups[0]["lr"] = self.config.lr  # it may be typed anew
 
@@ -602,9 +578,6 @@ def build_position_ids(attention_mask, grids):
         start = start + max(height, width)
     return torch.cat(parts, 2)
 
-def first_given(*values):
-    return next(value for value in values if value is not None)
-
 class GLMImageWrapper(PolicyWrapper):
     """A diffusers `GlmImagePipeline`. All linear layers of attention and MLP get LoRA."""
     lora_layers = r"model\.language_model\.layers\.\d+\.\w+\.([qkvo]|gate_up|down)_proj"
@@ -616,9 +589,9 @@ class GLMImageWrapper(PolicyWrapper):
         self.halves = TwoHalves(pipe, config)
         # Without flags, codes are drawn as `generate` draws them, where top-k is 50 by default.
         own = self.policy.generation_config
-        self.temperature = first_given(config.temperature, own.temperature, 1.0)
-        top_k = first_given(config.top_k, own.top_k, 50) or 10**6  # 0 means all
-        top_p = first_given(config.top_p, own.top_p, 1.0)
+        self.temperature = config.temperature or own.temperature or 1.0
+        top_k = [k for k in (config.top_k, own.top_k, 50) if k is not None][0] or 10**6  # 0: all
+        top_p = config.top_p or own.top_p or 1.0
         self.filters = transformers.LogitsProcessorList(
             [transformers.TopKLogitsWarper(top_k), transformers.TopPLogitsWarper(top_p)])
         pipe.set_progress_bar_config(leave=False, disable=None)  # shown in a terminal only
@@ -730,40 +703,40 @@ def load_prompts(path):
     prompts = []
     targets = []  # paths: pictures would fill the memory
     for number, line in enumerate(attempt(path, path.read_text, "utf-8-sig").split("\n"), start=1):
-        where = f"--prompts {path}, line {number}"
-        prompt, *target = [part.strip() for part in line.rstrip().split("\t")]
+        prompt, _, target = [part.strip() for part in line.rstrip().partition("\t")]
         if prompt.startswith("#") or not line.strip():
             continue
-        if not prompt or len(target) > 1 or re.search(ODD_LINE, line):
-            raise BadInput(f"{where}: must be a prompt, or a prompt, a tab and a path; no JSON, no "
-                           f"control characters: {line!r}")
+        where = f"--prompts {path}, line {number}"
+        if not prompt or "\t" in target or re.search(ODD_LINE, line):
+            raise BadInput(f"{where}: must be a prompt, or a prompt, a tab and a path: {line!r}")
         prompts.append(prompt)
-        targets.append(path.parent / target[0] if target else None)
+        targets.append(path.parent / target if target else None)
         if target:
             attempt(where, open_image, targets[-1])
     if not prompts or path.suffix.lower() in (".csv", ".tsv", ".json", ".jsonl", ".yaml"):
         raise BadInput(f"--prompts {path}: must be a text file with a prompt on each line")
     return prompts, targets
 
-reward_folders = []  # those on sys.path
+reward_modules = {}  # the modules beside rewards, {name: folder}
 
 def import_file(path):
     """Imports a file as a module under its own name, so that it can import its neighbours, and
     processes that it starts find its functions. Other modules must not have the same names."""
     path = Path(path).resolve()
+    folder = str(path.parent)
     if not path.is_file() or path.suffix != ".py":
         raise BadInput(f"--reward: {path} is no file of Python")
-    for finder, name, _ in pkgutil.iter_modules([str(path.parent)]):
-        file = finder.find_spec(name).origin
-        loaded = getattr(sys.modules.get(name), "__spec__", None)
-        for spec in (loaded, importlib.machinery.PathFinder.find_spec(name, reward_folders)):
-            if spec and spec.origin and os.path.realpath(spec.origin) != os.path.realpath(file):
-                raise BadInput(f"--reward: {file} and {spec.origin} have one name; rename one")
-    reward_folders.append(str(path.parent))
-    sys.path.insert(0, str(path.parent))
+    for module in pkgutil.iter_modules([folder]):
+        other = reward_modules.setdefault(module.name, folder)
+        if other != folder:
+            raise BadInput(f"--reward: {module.name} is in {folder} and in {other}; rename one")
+    loaded = sys.modules.get(path.stem)
+    if loaded and getattr(loaded, "__file__", None) != str(path):
+        raise BadInput(f"--reward: {path} has the name of {loaded}; rename it")
+    sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    exec(compile(path.read_bytes(), path, "exec"), vars(module))  # never from stale bytecode
+    spec.loader.exec_module(module)
     return module
 
 def load_rewards(text):
@@ -777,17 +750,11 @@ def load_rewards(text):
         if not callable(function) or name in rewards:
             raise BadInput(f"--reward {part}: there is no such function, or two rewards have its "
                            "name, or there is a comma in its path")
-        signature = attempt(f"--reward {part}", inspect.signature, function)
-        attempt(f"--reward {part}: is called with 3 lists", signature.bind, 1, 2, 3)
-        weight = attempt(f"--reward {part}", float, weight or 1)
-        if not math.isfinite(weight):
-            raise BadInput(f"--reward {part}: its weight must be finite")
-        rewards[name] = function, weight
+        rewards[name] = function, attempt(f"--reward {part}", float, weight or 1)
     return rewards
 
 def try_rewards(rewards, prompts, targets, config):
-    """Finds mistakes before a model is loaded: calls the rewards for gray images of 8 prompts.
-    Where a reward compares images with each other, these may give NaN."""
+    """Finds mistakes before a model is loaded: calls the rewards for gray images of 8 prompts."""
     functions = [function for function, _ in rewards.values()]
     if reward_mse in functions and None in targets:
         raise BadInput("--reward mse: every line of --prompts needs a target")
@@ -795,9 +762,9 @@ def try_rewards(rewards, prompts, targets, config):
         for prompt in prompts:
             find_color(prompt)  # or raises
     rows = np.arange(len(prompts))[:8].repeat(config.group_size)
-    gray = [Image.new("RGB", (config.width, config.height), "gray")] * len(rows)
-    texts = [prompts[row] for row in rows]
-    compute_rewards(gray, texts, [targets[row] for row in rows], rewards, finite=False)
+    size = (config.width, config.height)
+    grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(rows))]
+    compute_rewards(grays, [prompts[i] for i in rows], [targets[i] for i in rows], rewards)
 
 # --- The command line ---------------------------------------------------------
 def parse_args(argv=None, **defaults):
@@ -805,27 +772,25 @@ def parse_args(argv=None, **defaults):
       1. Config  2. `defaults`  3. config.json of the run to resume, or else grpo.json in the
       folder of the model  4. what is typed"""
     parser = transformers.HfArgumentParser(
-        Config, allow_abbrev=False, usage="%(prog)s [--group-size 8 ..]",
-        epilog="The tiny model has other defaults, in its grpo.json.")
+        Config, allow_abbrev=False, usage="%(prog)s [--group-size 8 ..]")
     parser.set_defaults(**defaults)
     typed, _ = parser.parse_known_args(argv)  # to learn --resume, --model
     path = Path(typed.resume, "config.json") if typed.resume else Path(typed.model, "grpo.json")
-    if typed.resume and (typed.adapter or typed.out):
-        raise BadInput("--resume: a run keeps its folder and its weights, without --out, --adapter")
     if typed.resume or path.is_file():
         settings = attempt(path, read_json, path)
         attempt(path, Config, **settings)  # fails if a setting is unknown
         parser.set_defaults(**settings)
     config = Config(**vars(parser.parse_args(argv)))
+    if config.resume and (config.out or typed.adapter):
+        raise BadInput("--resume: a run keeps its folder and its weights, without --out, --adapter")
     # Paths are saved with the run, which may be resumed in another directory.
-    for name in "model adapter prompts resume".split():
-        if os.path.exists(getattr(config, name) or ""):
-            setattr(config, name, os.path.abspath(getattr(config, name)))
+    for name in "model adapter prompts out resume".split():
+        path = getattr(config, name)
+        if path and (name == "out" or os.path.exists(path)):
+            setattr(config, name, os.path.abspath(path))
     parts = [part.strip() for part in config.reward.split(",")]
     config.reward = ",".join([os.path.abspath(part) if ":" in part else part for part in parts])
     check_settings(config)
-    if not config.resume:
-        config.out = new_folder(config)  # now, as a reward's file may change the directory
     return config
 
 def check_settings(config):
