@@ -115,7 +115,7 @@ def test_ctrl_c(ask):
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     fetch(run.stdout.readline().split()[-1])  # it asks
     run.send_signal(signal.SIGINT)
-    assert run.communicate(timeout=3)[1].endswith("KeyboardInterrupt\n") and not Path("runs/choices.jsonl").exists()
+    assert run.communicate(timeout=60)[1].endswith("KeyboardInterrupt\n") and not Path("runs/choices.jsonl").exists()
     with pytest.raises(KeyboardInterrupt):
         ask(FOUR, ["p"] * 4, click([0]), lambda state: signal.raise_signal(signal.SIGINT))
     assert ask(FOUR, ["p"] * 4, lambda state: None, click([1])) == [0, 1, 0, 0]
@@ -124,4 +124,4 @@ def test_ctrl_c(ask):
 def test_help(argument):
     """A program that does not say what it is cannot be found out."""
     run = [sys.executable, EXAMPLES / "choose.py", *argument]
-    assert "python grpo.py --reward" in subprocess.run(run, capture_output=True, text=True, timeout=5).stdout
+    assert "python grpo.py --reward" in subprocess.run(run, capture_output=True, text=True).stdout

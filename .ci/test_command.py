@@ -115,16 +115,16 @@ def kill_soon(when, share, seconds):
 
 def test_kill_nine_at_any_moment(tmp_path, model):
     """Ten kills, half of them in the writing of a file: the end is that of an undisturbed run, bit for bit."""
-    flags = [*model, "--steps", "40", "--save-every", "3"]
+    flags = [*model, "--steps", "30", "--save-every", "3"]
     whole = start(tmp_path, *flags, "--out", "whole")
     rng = random.Random(0)
     argv = [*flags, "--out", "run"]
     for number in range(10):
         share = rng.choice([0, 0.5]) if number % 2 else 1
-        before = functools.partial(kill_soon, rng.randint(8, 16), share, rng.uniform(0, 0.15))
+        before = functools.partial(kill_soon, rng.randint(5, 10), share, rng.uniform(0, 0.15))
         assert end(start(tmp_path, *argv, before=before)) == -signal.SIGKILL, (tmp_path / "log").read_text()
         argv = ["--resume", "run"]
-    assert 9 < len(rows_of(tmp_path / "run")) < 40
+    assert 9 < len(rows_of(tmp_path / "run")) < 30
     assert end(start(tmp_path, *argv)) == end(whole) == 0
     assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "run")
     whole, run = (adapter_of(tmp_path / name) for name in ("whole", "run"))

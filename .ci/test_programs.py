@@ -21,19 +21,18 @@ def test_the_folder_is_small():
     assert all(f"examples.{name}" in index for name in PROGRAMS if name != "choose") and "choose.py" in index
 
 @pytest.mark.parametrize("name", PROGRAMS + MAKERS)
-def test_help(name, tmp_path):
-    """What it does, its flags and an example, in seconds, without any work; by its path, and from anywhere."""
+def test_help(name, run, tmp_path):
+    """What it does, its flags and an example, without any work."""
     path = ROOT / "examples" / f"{name.replace('.', '/')}.py"
     told = ast.get_docstring(ast.parse(path.read_text()))
     assert re.search(rf"python -m examples\.{name}\b|examples/{path.name}:\w", told), told
     assert max(map(len, path.read_text().splitlines())) <= 100
     if name == "choose":  # a file with a reward
         return
-    done = subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True,
-                          env=os.environ | dict(OMP_NUM_THREADS="1"))
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert told.splitlines()[0] in done.stdout and not list(tmp_path.iterdir())
-    assert name == "rewards" or "--out" in done.stdout or "flags:" in done.stdout or "positional" in done.stdout
+    code, out, error = run(name, "--help")
+    assert code == 0, error
+    assert told.splitlines()[0] in out and not list(tmp_path.iterdir())
+    assert name == "rewards" or "--out" in out or "flags:" in out or "positional" in out
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("choose", "toy")])  # toy.py trains
 def test_without_arguments(name, run, tmp_path):
@@ -45,10 +44,12 @@ def test_without_arguments(name, run, tmp_path):
         assert f"examples.{name}" in out
     assert not list(tmp_path.iterdir())
 
-def test_by_module():
-    """`python -m examples.name`, as the pages say."""
-    done = subprocess.run([sys.executable, "-m", "examples.plot"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "examples.plot" in done.stdout
+def test_by_module_and_by_path(tmp_path):
+    """`python -m examples.name`, as the pages say, and from anywhere by the path."""
+    for start, folder in ((["-m", "examples.plot"], ROOT), ([ROOT / "examples/plot.py"], tmp_path),
+                          ([ROOT / "examples/make/targets.py", "--help"], tmp_path)):
+        done = subprocess.run([sys.executable, *start], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0 and f"examples.{'make' if 'help' in str(start) else 'plot'}" in done.stdout, done.stderr
 
 def test_makers_overwrite_nothing(run, tmp_path):
     """The tiny model is tracked: one could have lost it by a command."""

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
@@ -86,6 +85,8 @@ class Painter(grpo.PolicyWrapper):
         """Times and sigmas as the pipeline sets them. A trap: for large images the sigmas, which
         step the latents, are shifted; the times, which are inputs of the DiT, are not."""
         scheduler = self.pipe.scheduler
+        # Imported here, as it takes seconds.
+        from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
         own = scheduler.config
         patches = self.config.height * self.config.width // 256  # patches of the DiT
         shift = calculate_shift(patches, own.base_image_seq_len, own.base_shift, own.max_shift)
