@@ -371,12 +371,12 @@ class GRPOTrainer:
             raise BadInput("another trainer has taken over this model; make a new one")
         if self.checkpoint.exists():  # --resume, or a notebook's cell that is run again
             self.load_checkpoint()
-        else:
-            self.save(0)  # pictures before training
         if RANK == 0:
             step = len(self.history) + 1
             print(f"model: {config.model} on {DEVICE} (--model zai-org/GLM-Image for the large one)\n"
                   f"files: {self.out}, next step: {step} of {config.steps}", flush=True)
+        if not self.history:
+            self.save(0)  # pictures before training
         started = time.perf_counter()
         for step in range(len(self.history) + 1, config.steps + 1):
             indices, seeds = choose_prompts(step, len(self.prompts), config)
