@@ -139,7 +139,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
     ratio = (new_logprobs - old_logprobs.detach()).exp()  # [N, T]
-    A = advantages.detach().to(ratio).view(len(ratio), *[1] * (ratio.dim() - 1))  # [N, 1]
+    A = advantages.detach().to(ratio)
+    A = A.view(len(ratio), *[1] * (ratio.dim() - 1))  # [N, 1]
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * A
     # A token has no gradient if A > 0 and its ratio is above the clip, or if A < 0 and it is below,
@@ -208,7 +209,7 @@ def compute_rewards(images, prompts, targets, rewards):
         wrong = f"--reward {name}: must give {len(images)} finite numbers and gave {values!r:.200}"
         scores = attempt(wrong, torch.as_tensor, values, dtype=torch.float64, device="cpu")
         if scores.shape != total.shape or not (weight * scores).isfinite().all():
-            raise BadInput(wrong)
+            raise BadInput(f"{wrong} of shape {[*scores.shape]}")
         metrics[f"reward/{name}"] = scores.mean().item()
         total += weight * scores
     metrics["reward"] = total.mean().item()
@@ -230,7 +231,8 @@ class LoRA:
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
-                A = nn.Linear(linear.in_features, rank, False, dtype=torch.float32).to(DEVICE).weight
+                A = nn.Linear(linear.in_features, rank, bias=False, dtype=torch.float32)
+                A = A.to(DEVICE).weight
                 B = nn.Parameter(A.new_zeros(linear.out_features, rank))
                 self.weights[f"base_model.model.{name}.lora_A.weight"] = A
                 self.weights[f"base_model.model.{name}.lora_B.weight"] = B
@@ -748,8 +750,8 @@ def load_rewards(text):
         name, _, weight = [word.strip() for word in rest.partition("=")]
         function = getattr(import_once(path), name, None) if path else REWARDS.get(name)
         if not callable(function) or name in rewards:
-            raise BadInput(f"--reward {part}: there is no such function, or two rewards have its "
-                           "name, or there is a comma in its path")
+            raise BadInput(f"--reward {part}: there is no such function (color and mse are built in, "
+                           "others file.py:function), or a name twice, or a comma in a path")
         rewards[name] = function, attempt(f"--reward {part}", float, weight or 1)
     return rewards
 
@@ -772,7 +774,7 @@ def parse_args(argv=None, **defaults):
       1. Config  2. `defaults`  3. config.json of the run to resume, or else grpo.json in the
       folder of the model  4. what is typed"""
     parser = transformers.HfArgumentParser(
-        Config, allow_abbrev=False, usage="%(prog)s [--group-size 8 ..]")
+        Config, allow_abbrev=False, usage="%(prog)s [flags]")
     parser.set_defaults(**defaults)
     typed, _ = parser.parse_known_args(argv)  # to learn --resume, --model
     path = Path(typed.resume, "config.json") if typed.resume else Path(typed.model, "grpo.json")

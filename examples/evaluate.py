@@ -70,7 +70,7 @@ def print_table(labels, results):
     """Each measure: mean, change since the first row, and the share of prompts where it rose."""
     n = len(results[0])
     width = max(27, *map(len, labels))
-    print(f"{n} prompts")
+    print(f"{n} prompts, changes since {labels[0]}")
     if n < 12:
         print("Warning: with fewer than 12 prompts the intervals are too narrow. Use more.")
     for name in results[0][0]:
@@ -120,7 +120,8 @@ def main():
         config = read_settings([*adapters.values()][0])
         module = edit if args.edit else grpo
         prompts, targets = module.load_prompts(args.prompts)
-        rewards = module.load_rewards(args.reward or config.reward)
+        reward = args.reward or config.reward
+        rewards = module.load_rewards(reward)
         grpo.try_rewards(rewards, prompts, targets, config)
         if not args.edit and None not in targets:
             print("The pictures of --prompts are targets. For runs of edit.py, type --edit.",
@@ -132,6 +133,7 @@ def main():
     except grpo.BadInput as error:
         message = " ".join(str(error).split())
         parser.exit(2, f"{parser.prog}: error: {message}\n")
+    print(f"--prompts {args.prompts} --reward {reward}")
     print_table([*adapters], results)
     write_files(args, adapters, prompts, targets, results, pictures)
 

@@ -94,7 +94,8 @@ def choose_adapter(path, step):
     if step is None and adapters:
         *_, step = adapters  # the last
     if step not in adapters:
-        raise grpo.BadInput(f"{path}: has adapters of steps {[*adapters]}, not of step {step}")
+        there = "is one adapter" if None in adapters else f"has adapters of steps {[*adapters]}"
+        raise grpo.BadInput(f"{path}: {there}; --step {step} is not among them")
     return adapters[step]
 
 def check(args):

@@ -45,6 +45,7 @@ def draw_curves(runs, metric, path):
     axes.set_ylabel(metric)
     axes.legend(ncols=3)
     figure.savefig(path, dpi=120)
+    print(f"{metric}: {path}")
 
 def draw_film(rows, columns=9):
     """A grid of cells of 200 x 200; a row is a list of texts and PIL images."""
@@ -112,7 +113,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="run", help="folder of a run")
     parser.add_argument("--curve", default="curve.png", help="file; default: %(default)s")
-    parser.add_argument("--metric", help="to plot by step; default: the reward")
+    parser.add_argument("--metric", help="to plot by step; default: reward, or loss")
     parser.add_argument("--before-after", metavar="FILE", help="draw the first and last pictures")
     parser.add_argument("--words", nargs="+", help="to stand above them; default: the prompts")
     parser.add_argument("--film", metavar="FILE", help="draw all saved pictures, a row a step")
@@ -133,15 +134,18 @@ def main():
         parser.exit(2, f"{parser.prog}: error: {args.runs[0]}: has no samples_*.png\n")
     if args.before_after:
         draw_before_after(samples[steps[0]], samples[steps[-1]], words).save(args.before_after)
+        print(f"steps {steps[0]} and {steps[-1]}: {args.before_after}")
     if args.film:
         head = ["", *words[:len(samples[steps[0]])]]
         rows = [[f"step {step}", *pictures] for step, pictures in samples.items()]
         draw_film([head, *rows]).save(args.film)
+        print(f"steps {steps[0]} to {steps[-1]}: {args.film}")
     if not args.before_after and not args.film:
         rows = [row for rows in runs.values() for row in rows]
-        metric = args.metric or find_metrics(rows)[-1]
-        if not any([metric in row for row in rows]):
-            parser.exit(2, f"{parser.prog}: error: --metric {metric}: no run has it\n")
+        metric = args.metric or ("reward" if any(["reward" in row for row in rows]) else "loss")
+        for run, rows in runs.items():
+            if not any([metric in row for row in rows]):
+                parser.exit(2, f"{parser.prog}: error: {run}: has no {metric}; see --metric\n")
         draw_curves(runs, metric, args.curve)
 
 if __name__ == "__main__":
