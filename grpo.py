@@ -42,7 +42,7 @@ def attempt(what, function, *args, **kwargs):
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        raise BadInput(f"{what}: {error}") from error
+        raise BadInput(f"{what}: {str(error) or repr(error)}") from error
 
 def read_json(path):
     return dict(json.loads(Path(path).read_text("utf-8-sig")))
@@ -280,9 +280,9 @@ def read_adapter(folder, rank):
     config = attempt(what, read_json, Path(folder, "adapter_config.json"))
     settings = [f"{name}={value}" for name, value in config.items() if value]
     odd = [setting for setting in settings if re.fullmatch(ODD_SETTING, setting, re.VERBOSE)]
-    plain = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank)
-    if odd or config | plain != config:
-        raise BadInput(f"{what}: must be plain LoRA with {plain}, not {config}: {odd}")
+    plain = {"peft_type=LORA", f"r={rank}", f"lora_alpha={2 * rank}"}
+    if odd or not plain <= {*settings}:
+        raise BadInput(f"{what}: must be plain LoRA, with {', '.join(plain)} and without {odd}")
     return attempt(what, safetensors.torch.load_file, Path(folder, "adapter_model.safetensors"))
 
 # --- What the trainer asks of a model -----------------------------------------
@@ -337,7 +337,7 @@ class GRPOTrainer:
     """Trains a PolicyWrapper. rewards: {name: (function, weight)}; targets: paths of pictures to
     imitate, or None."""
     def __init__(self, config, wrapper, prompts, rewards, targets=None):
-        self.config = config
+        self.config = wrapper.config = config  # a wrapper may have been made with other settings
         self.wrapper = wrapper
         self.prompts = prompts
         self.rewards = rewards
@@ -360,22 +360,23 @@ class GRPOTrainer:
         attempt("--out", self.out.mkdir, parents=True, exist_ok=bool(config.resume))
         self.lock = filelock.FileLock(self.out / ".lock", timeout=0, is_singleton=True)
         attempt("--resume: another process trains in this folder", self.lock.acquire)
-        settings = vars(config) | dict(out=None, resume=None)
-        write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
         if config.wandb:
             import wandb  # pip install wandb
             self.wandb = wandb
-            wandb.init(project=config.wandb, name=self.out.name, dir=self.out, config=settings)
+            wandb.init(project=config.wandb, name=self.out.name, dir=self.out, config=vars(config))
 
     def train(self):
         config = self.config
         if self.lora.hooks is not self.wrapper.policy.lora_hooks:
             raise BadInput("another trainer has taken over this model; make a new one")
-        if self.checkpoint.exists():  # --resume, or a notebook's cell that is run again
+        # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
+        if self.checkpoint.exists() or (self.out / "metrics.jsonl").exists():
             self.load_checkpoint()
         if RANK == 0:
+            settings = vars(config) | dict(out=None, resume=None)
+            write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
             step = len(self.history) + 1
-            print(f"model: {config.model} on {DEVICE} (--model zai-org/GLM-Image for the large one)\n"
+            print(f"model: {config.model} on {DEVICE} (--model zai-org/GLM-Image for the large)\n"
                   f"files: {self.out}, next step: {step} of {config.steps}", flush=True)
         if not self.history:
             self.save(0)  # pictures before training
@@ -469,7 +470,8 @@ class GRPOTrainer:
             self.save_samples(step)
         rows = "".join([json.dumps(row) + "\n" for row in self.history])
         rows = re.sub(": (NaN|-?Infinity)", ": null", rows)  # JSON has no NaN
-        write_file(self.out / "metrics.jsonl", rows.encode())
+        if rows:
+            write_file(self.out / "metrics.jsonl", rows.encode())
         state = dict(history=self.history, adapter=self.lora.weights,
                      optimizer=self.optimizer.state_dict())
         file = io.BytesIO()
@@ -492,7 +494,8 @@ class GRPOTrainer:
 
     def load_checkpoint(self):
         """What `save` wrote. With `weights_only` the file cannot run code."""
-        state = attempt("--resume", torch.load, self.checkpoint, "cpu", weights_only=True)
+        path = self.checkpoint
+        state = attempt(path, torch.load, path, "cpu", weights_only=True)
         self.history = state["history"]
         self.lora.load(state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -589,13 +592,6 @@ class GLMImageWrapper(PolicyWrapper):
         self.config = config
         self.policy = pipe.vision_language_encoder
         self.halves = TwoHalves(pipe, config)
-        # Without flags, codes are drawn as `generate` draws them, where top-k is 50 by default.
-        own = self.policy.generation_config
-        self.temperature = config.temperature or own.temperature or 1.0
-        top_k = [k for k in (config.top_k, own.top_k, 50) if k is not None][0] or 10**6  # 0: all
-        top_p = config.top_p or own.top_p or 1.0
-        self.filters = transformers.LogitsProcessorList(
-            [transformers.TopKLogitsWarper(top_k), transformers.TopPLogitsWarper(top_p)])
         pipe.set_progress_bar_config(leave=False, disable=None)  # shown in a terminal only
 
     @classmethod
@@ -634,7 +630,18 @@ class GLMImageWrapper(PolicyWrapper):
             input_ids=ids, attention_mask=mask, position_ids=position_ids, cache=cache,
             use_cache=cache is not None).last_hidden_state
         codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
-        return lm_head(hidden[:, -num_last:])[..., :codebook_size].float() / self.temperature
+        own = self.policy.generation_config
+        temperature = self.config.temperature or own.temperature or 1.0
+        return lm_head(hidden[:, -num_last:])[..., :codebook_size].float() / temperature
+
+    def make_filters(self):
+        """Top-k and top-p. Without flags, codes are drawn as `generate` draws them, where top-k is
+        50 by default."""
+        own = self.policy.generation_config
+        top_k = [k for k in (self.config.top_k, own.top_k, 50) if k is not None][0] or 10**6
+        top_p = self.config.top_p or own.top_p or 1.0
+        return transformers.LogitsProcessorList(
+            [transformers.TopKLogitsWarper(top_k), transformers.TopPLogitsWarper(top_p)])
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
@@ -649,12 +656,13 @@ class GLMImageWrapper(PolicyWrapper):
         uniform = torch.cat(uniform).to(DEVICE)  # [N, T]
         length = -(-(L + T) // 8) * 8  # fast kernels want a multiple of 8
         cache = transformers.StaticCache(self.policy.config.text_config, length)
+        filters = self.make_filters()
         places = slice(L)
         columns = []
         for i in self.pipe.progress_bar(range(T)):
             # Pass 0 reads the prompts into the cache, pass i the codes drawn in pass i - 1.
             logits = self.forward(ids, mask, position_ids[..., places], 1, cache)[:, 0]
-            allowed = self.filters(None, logits).isfinite()  # others are -inf
+            allowed = filters(None, logits).isfinite()  # others are -inf
             all_logprobs = compute_policy_logprobs(logits, allowed)
             ids = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
             logprobs = all_logprobs.gather(1, ids)
@@ -710,35 +718,31 @@ def load_prompts(path):
             continue
         where = f"--prompts {path}, line {number}"
         if not prompt or "\t" in target or re.search(ODD_LINE, line):
-            raise BadInput(f"{where}: must be a prompt, or a prompt, a tab and a path: {line!r}")
+            raise BadInput(f"{where}: must be a prompt, or a prompt, a tab, a path: {line!r:.200}")
         prompts.append(prompt)
         targets.append(path.parent / target if target else None)
         if target:
             attempt(where, open_image, targets[-1])
-    if not prompts or path.suffix.lower() in (".csv", ".tsv", ".json", ".jsonl", ".yaml"):
-        raise BadInput(f"--prompts {path}: must be a text file with a prompt on each line")
+    if not prompts or path.suffix.lower() not in ("", ".txt"):
+        raise BadInput(f"--prompts {path}: must be a .txt file with a prompt on each line")
     return prompts, targets
 
-reward_modules = {}  # the modules beside rewards, {name: folder}
+reward_folders = set()
 
 def import_file(path):
     """Imports a file as a module under its own name, so that it can import its neighbours, and
     processes that it starts find its functions. Other modules must not have the same names."""
     path = Path(path).resolve()
-    folder = str(path.parent)
     if not path.is_file() or path.suffix != ".py":
         raise BadInput(f"--reward: {path} is no file of Python")
-    for module in pkgutil.iter_modules([folder]):
-        other = reward_modules.setdefault(module.name, folder)
-        if other != folder:
-            raise BadInput(f"--reward: {module.name} is in {folder} and in {other}; rename one")
     loaded = sys.modules.get(path.stem)
     if loaded and getattr(loaded, "__file__", None) != str(path):
         raise BadInput(f"--reward: {path} has the name of {loaded}; rename it")
-    sys.path.insert(0, folder)
+    reward_folders.add(str(path.parent))
+    sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    exec(compile(path.read_bytes(), path, "exec"), vars(module))  # never from stale bytecode
     return module
 
 def load_rewards(text):
@@ -747,12 +751,12 @@ def load_rewards(text):
     import_once = functools.cache(import_file)  # once for all rewards of a file
     for part in text.split(","):
         path, _, rest = part.strip().rpartition(":")
-        name, _, weight = [word.strip() for word in rest.partition("=")]
+        name, equals, weight = [word.strip() for word in rest.partition("=")]
         function = getattr(import_once(path), name, None) if path else REWARDS.get(name)
         if not callable(function) or name in rewards:
-            raise BadInput(f"--reward {part}: there is no such function (color and mse are built in, "
-                           "others file.py:function), or a name twice, or a comma in a path")
-        rewards[name] = function, attempt(f"--reward {part}", float, weight or 1)
+            raise BadInput(f"--reward {part}: no such function (color, mse or file.py:function), "
+                           "or a name twice, or a comma in a path")
+        rewards[name] = function, attempt(f"--reward {part}", float, weight if equals else 1)
     return rewards
 
 def try_rewards(rewards, prompts, targets, config):
@@ -767,6 +771,12 @@ def try_rewards(rewards, prompts, targets, config):
     size = (config.width, config.height)
     grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(rows))]
     compute_rewards(grays, [prompts[i] for i in rows], [targets[i] for i in rows], rewards)
+    # Of two modules of one name beside rewards, one would have been taken for the other.
+    modules = [module for folder in reward_folders for module in pkgutil.iter_modules([folder])]
+    count = collections.Counter([module.name for module in modules])
+    for finder, name, _ in modules:
+        if count[name] > 1 and name in sys.modules:
+            raise BadInput(f"--reward: another folder has a {name}, as {finder.path}; rename one")
 
 # --- The command line ---------------------------------------------------------
 def parse_args(argv=None, **defaults):
@@ -800,8 +810,9 @@ def check_settings(config):
     for name, value in vars(config).items():
         if isinstance(value, (int, float)) and not 0 <= value < math.inf:  # or NaN
             raise BadInput(f"--{name} {value}: must be a number, and not negative")
-        if value == 0 and name not in "lr clip_range kl_coef guidance top_k seed compile".split():
-            raise BadInput(f"--{name} must not be 0")
+        zeros = "lr clip_range kl_coef guidance top_k seed compile".split()
+        if value in (0, "") and name not in zeros:
+            raise BadInput(f"--{name} must not be 0 or empty")
     compute_advantages([0.0] * config.group_size, config.group_size)  # or raises
     if config.width % 32 or config.height % 32:
         raise BadInput("--width and --height must be multiples of 32")
@@ -841,4 +852,5 @@ def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
         torch.distributed.destroy_process_group()
 
 if __name__ == "__main__":
+    sys.modules[Path(__file__).stem] = sys.modules["__main__"]  # what a reward's file imports
     main()

@@ -174,7 +174,8 @@ def test_numbers_that_would_waste_hours_are_refused():
     grpo.check_settings(make_config(**whole))
     grpo.check_settings(make_config(top_k=0, seed=0))
     for name, wrong in dict(width=48, height=80, lr=math.nan, top_p=math.nan, group_size=1, save_every=0, seed=-1,
-                            temperature=0.0, num_iterations=0, kl_coef=-0.1, max_grad_norm=math.inf).items():
+                            temperature=0.0, num_iterations=0, kl_coef=-0.1, max_grad_norm=math.inf, prompts="",
+                            resume="").items():
         with pytest.raises(grpo.BadInput, match=f"--.*{name}"):
             grpo.check_settings(make_config(**{name: wrong}))
     with mock.patch.object(grpo, "WORLD_SIZE", 2), pytest.raises(grpo.BadInput, match="--batch_size .* 2"):
@@ -418,7 +419,7 @@ def modules(monkeypatch, tmp_path):
     """What a test imports is forgotten after it; it runs in tmp_path."""
     with mock.patch.dict(sys.modules):
         monkeypatch.setattr("sys.path", sys.path.copy())
-        monkeypatch.setattr(grpo, "reward_modules", {})
+        monkeypatch.setattr(grpo, "reward_folders", set())
         monkeypatch.chdir(tmp_path)
         yield
 
@@ -435,12 +436,17 @@ def test_rewards_are_loaded_with_their_weights(tmp_path, modules):
     own.write_text("def b(images, *_): return [7]")
     (again, _), = grpo.load_rewards(f"{own}:b = 1e-1").values()
     assert again([]) == [7]  # a file that was changed is read again
+    os.utime(own, (1, 1))
+    grpo.load_rewards(f"{own}:b")
+    own.write_text("def b(images, *_): return [8]")
+    os.utime(own, (1, 1))  # of one size and time, as in an image of a container: its bytecode was that of the first
+    assert grpo.load_rewards(f"{own}:b")["b"][0]([]) == [8]
     assert grpo.load_rewards("color=0")["color"][1] == 0  # only watched; `weight or 1` of a number is 1
 
 @pytest.mark.parametrize("text", [
     "color=1,color=2", "a/r.py:f,b/r.py:f", "a/r.py:f,other.py:f", "a/r.py:f,b/uses.py:g", "a/pack.py:f,b/uses.py:g",
     "json.py:f", "missing.py:f", "a/r.py:missing", "a/r.py:number", "color=much", "x,y.py:f", "a", "", "color,",
-    "lazy.py:f,b/uses.py:g", "color=nan", "color=-inf", "other", "time.py:f", "text.txt:f"])
+    "lazy.py:f,b/uses.py:g", "color=nan", "color=-inf", "color=", "other", "time.py:f", "text.txt:f"])
 def test_names_in_text_are_what_they_say_or_refused(text, modules):
     """The second of one name took the first's place, a neighbour that of another folder's; in silence."""
     for folder in ("a", "b", "b/pack"):
@@ -454,6 +460,15 @@ def test_names_in_text_are_what_they_say_or_refused(text, modules):
     Path("b/uses.py").write_text("import pack\nfrom helper import f as g")
     with pytest.raises(grpo.BadInput, match="--reward"):
         grpo.try_rewards(grpo.load_rewards(text), ["red"], [None], make_config())
+
+def test_neighbours_of_one_name_do_no_harm_if_nobody_imports_them(modules):
+    """Each of two folders had an evaluate.py, as many have, and the rewards beside them were refused."""
+    for folder in "ab":
+        Path(folder).mkdir()
+        Path(folder, "evaluate.py").write_text("raise AssertionError")
+        Path(folder, f"reward_{folder}.py").write_text("def f(images, *_): return [0] * len(images)\ng = f")
+    rewards = grpo.load_rewards("a/reward_a.py:f,b/reward_b.py:g")
+    grpo.try_rewards(rewards, ["red"], [None], make_config())
 
 def test_the_file_that_is_named_is_the_one_that_is_loaded(modules):
     """A package or a compiled module of its name stood before it; a name with a dot could not be imported."""
@@ -971,13 +986,13 @@ def test_the_log_is_written_before_the_checkpoint_and_at_once(tmp_path, monkeypa
     lengths, printed = [], mock.Mock()
     write = grpo.write_file
     monkeypatch.setattr(grpo, "write_file", lambda path, data: (
-        path.name == "checkpoint.pt" and lengths.append((len(trainer.history), len(rows_of(trainer.out)))),
+        path.name == "checkpoint.pt" and trainer.history and lengths.append((len(trainer.history), len(rows_of(trainer.out)))),
         write(path, data)))
     original = print
     monkeypatch.setattr("builtins.print", lambda *args, file=None, **more: (
         original(*args, file=file, **more) if file else printed(**more)))
     trainer.train()
-    assert lengths == [(0, 0), (1, 1), (2, 2), (3, 3)] and printed.call_args_list == [mock.call(flush=True)] * 4
+    assert lengths == [(1, 1), (2, 2), (3, 3)] and printed.call_args_list == [mock.call(flush=True)] * 4
 
 def test_metrics_of_nan_are_valid_json(tmp_path):
     """NaN is no JSON: pandas and jq refused the whole file; in the history it stays, and a name may contain it."""
@@ -1103,6 +1118,30 @@ def test_a_run_goes_on_after_a_prompt_was_mended(finished, tmp_path):
     trainer.train()
     assert rows_of(tmp_path / "run")[:5] == rows_of(finished) and len(trainer.history) == 6
 
+def test_a_resume_that_is_refused_changes_nothing(finished, tmp_path):
+    """--lora-rank 8 was refused and stayed in config.json: no --resume worked any more. And a run whose checkpoint was
+    lost began again at step 1, over its own files."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    before = {path: path.read_bytes() for path in out.rglob("*.*")}
+    with pytest.raises(grpo.BadInput, match="shape"):
+        make_trainer(out, lora_rank=8).train()
+    (out / "checkpoint.pt").unlink()
+    config = make_config(resume=str(out), steps=9)
+    trainer = grpo.GRPOTrainer(config, make_wrapper(config=config), ["red"], grpo.load_rewards("color"))
+    with pytest.raises(grpo.BadInput, match="checkpoint.pt"):
+        trainer.train()
+    assert all(path.read_bytes() == before[path] for path in out.rglob("*.*"))
+
+def test_a_wrapper_follows_the_settings_of_its_trainer(tmp_path):
+    """In a notebook it had been made with others: they were trained, while config.json told what was not."""
+    wrapper = make_wrapper(width=64, height=64)
+    config = make_config(out=str(tmp_path / "run"), steps=1, width=96, height=32, temperature=2.0, top_k=1)
+    trainer = grpo.GRPOTrainer(config, wrapper, ["red"], grpo.load_rewards("color"))
+    trainer.train()
+    assert Image.open(tmp_path / "run/samples_00001.png").size == (96, 32)
+    assert trainer.history[0]["entropy"] == 0  # of top-k 1
+
 def test_two_trainers_never_share_a_folder(finished, tmp_path, monkeypatch):
     """Of two with one --out one log was lost; and two of one second had one name, runs/<date-time>."""
     before = {path: path.read_bytes() for path in finished.rglob("*.*")}
@@ -1210,7 +1249,7 @@ def test_sampler_and_trainer_agree(top_p, top_k, dtype, bound):
         assert torch.allclose(logits * 0.9, (logits * 0.9).to(dtype).float(), rtol=1e-6)  # divided in fp32
         out = wrapper.policy(torch.cat([ids, tokens], 1), attention_mask=mask)
         naive = grpo.compute_policy_logprobs(out.logits[:, -11:-1, :8].float() / 0.9, allowed)  # it takes text
-        wrapper.temperature = 1.0
+        wrapper.config.temperature = 1.0
         wrong, _ = wrapper.compute_logprobs(rollout)
     for other in (wrong, naive.gather(2, tokens[..., None]).squeeze(2)):
         assert (again - logprobs).abs().max() < bound < (other - logprobs).abs().max()
@@ -1312,8 +1351,9 @@ def test_what_the_model_says_of_itself_is_taken_unless_it_is_typed():
     pipe = make_wrapper().pipe
     pipe.vision_language_encoder.generation_config.update(do_sample=True, temperature=0.5, top_p=0.6)
     for typed, temperature, top_p in ((dict(temperature=None), 0.5, 0.6), (dict(top_p=1.0), 0.9, 1.0)):
-        wrapper = WRAPPER(pipe, make_config(**typed))
-        assert wrapper.temperature == temperature and roll(wrapper).allowed.all() == (top_p == 1)
+        rollout = roll(WRAPPER(pipe, make_config(**typed)))
+        again = roll(WRAPPER(pipe, make_config(temperature=temperature, top_p=top_p)))
+        assert rollout.logprobs.equal(again.logprobs) and rollout.allowed.all() == (top_p == 1)
 
 def test_models_are_loaded_in_the_type_of_their_device(monkeypatch):
     """In fp32 no GPU would do, in bf16 no CPU; what is no model is told; threads are the user's own."""

@@ -100,6 +100,15 @@ def test_an_error_in_one_process_ends_the_run_in_all(tmp_path, model):
     assert 0 not in [end(process) for process in processes]
     assert "ZeroDivisionError" in (tmp_path / "log").read_text() and len(rows_of(tmp_path / "run")) == 2
 
+def test_what_a_reward_imports_is_the_program_that_runs(tmp_path):
+    """It was imported once more: its BadInput was another one, and showed a traceback."""
+    (tmp_path / "p.txt").write_text("red\na fox\n")
+    (tmp_path / "mine.py").write_text("from grpo import find_color\n"
+                                      "def f(images, prompts, targets): return [find_color(p).mean() for p in prompts]\n")
+    done = subprocess.run([sys.executable, ROOT / "grpo.py", "--reward", "mine.py:f", "--prompts", "p.txt"], cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "grpo.py: error: --reward color: there is no color word in 'a fox'\n"
+
 def kill_soon(when, share, seconds):
     """In the when-th writing of a file, with this share of its bytes on the disk; with all of them, seconds later."""
     count = itertools.count(1)

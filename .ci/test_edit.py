@@ -102,7 +102,7 @@ def test_ids_positions_and_logits_are_those_of_transformers(wrapper, tmp_path):
 
 def test_sampler_and_trainer_agree(wrapper, tmp_path):
     """The sampler takes a long prompt in pieces of 64 tokens, here 81: a piece lost would show as a gap."""
-    wrapper.filters = transformers.LogitsProcessorList([transformers.TopPLogitsWarper(0.8)])
+    wrapper.config.top_p = 0.8
     prompts = make_prompts(tmp_path, (128, 64), (256, 256))
     rollout = wrapper.sample(prompts, 2, [3, 4])
     assert wrapper.encode(prompts)[0].shape[1] > 64 and rollout.tokens.shape == (4, 15) and not rollout.allowed.all()

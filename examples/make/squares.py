@@ -1,7 +1,7 @@
 """A small world for edit.py: pictures of 3 x 3 coloured squares, instructions such as "paint the
 red squares blue", and a small GLM-Image that follows them half of the time.
 
-    python -m examples.make.squares    # a minute
+    python -m examples.make.squares    # one or two minutes
     python -m examples.edit --model runs/squares --out runs/edit
 
 The folder runs/squares gets pictures, prompts for training, prompts that are held out, and the
@@ -86,7 +86,7 @@ def make_model(folder):
     tiny.fit_vision(pipe, PALETTE[:, :, None, None].expand(-1, -1, 32, 32))
     settings = make_settings(folder)
     wrapper = EditWrapper(pipe, grpo.Config(**settings, offload="off"))
-    fit_policy(wrapper, chance=0.98, share=1.0, steps=1000, lr=5e-3)  # it learns to edit
+    fit_policy(wrapper, chance=0.98, share=1.0, steps=1500, lr=3e-3)  # it learns to edit
     fit_policy(wrapper, chance=0.65, share=0.5, steps=150, lr=2e-3)  # and to make mistakes
     tiny.save(pipe, settings, folder)
 
