@@ -301,6 +301,7 @@ class Rollout:
 class PolicyWrapper(typing.Protocol):
     """To train another model, write a subclass; examples/toy.py has a small one. The tensors of a
     rollout are on the CPU; those that `compute_logprobs` returns are on DEVICE."""
+    config: Config  # set by the trainer to its own
     policy: nn.Module  # frozen; the trainer adds LoRA to it, and trains nothing else
     lora_layers: str  # a regex for the names of its linear layers that get LoRA
 
@@ -337,7 +338,7 @@ class GRPOTrainer:
     """Trains a PolicyWrapper. rewards: {name: (function, weight)}; targets: paths of pictures to
     imitate, or None."""
     def __init__(self, config, wrapper, prompts, rewards, targets=None):
-        self.config = wrapper.config = config  # a wrapper may have been made with other settings
+        self.config = wrapper.config = config  # it may have been made with other settings
         self.wrapper = wrapper
         self.prompts = prompts
         self.rewards = rewards
