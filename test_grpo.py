@@ -300,7 +300,6 @@ def test_advantages_do_not_feel_a_constant(offset):
     plain = grpo.compute_advantages(rewards, 4)
     assert torch.allclose(grpo.compute_advantages(total, 4), plain, atol=1e-5 if offset == -3e9 else 1e-6)
     assert not grpo.compute_advantages([offset + 0.3] * 6, 6).any()
-    assert grpo.compute_advantages([1e9, 1e9 + 10], 2).tolist() == pytest.approx([-0.5**0.5, 0.5**0.5])
 
 @algorithm
 def test_whole_samples_may_have_a_log_prob_each():
@@ -928,6 +927,7 @@ def test_metrics_by_hand(tmp_path, monkeypatch):
     gap = trainer.train_step(rollout, advantages)["sampler_gap"]
     assert gap == pytest.approx(0.1 / rollout.logprobs.numel(), rel=1e-2)
 
+@algorithm
 def test_equal_rewards_teach_nothing(tmp_path):
     """Equal ones, exact or not in floats, once moved the policy; and reward_std is what tells."""
     for spread in (0, 1):

@@ -241,6 +241,17 @@ def test_each_patch_trains(apply, tmp_path, name):
     assert 0 < row["grad_norm"] < math.inf
     assert all(weight.isfinite().all() for weight in trainer.lora.weights.values())
 
+def test_the_tests_of_the_page_pass_with_all_patches(apply, tmp_path):
+    """`-m "not algorithm"` failed with GSPO, Dr. GRPO and the entropy bonus, where nothing was wrong."""
+    apply(*[name for name in NAMES if name != "cispo"])
+    shutil.copy(ROOT / "test_grpo.py", tmp_path)
+    for name in ("examples", "prompts.txt", "README.md", "requirements.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    maths = "advantage or broadcast or clip or equal or gradient or k3 or metrics or ratio or reference or update or whole"
+    done = subprocess.run([sys.executable, *"-m pytest -q -p no:cacheprovider test_grpo.py -m".split(), "not algorithm",
+                           "-k", maths], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
 def test_frac_zero_std(apply, tmp_path):
     """One of two groups has equal rewards."""
     half = {"half": (lambda images, *_: [1.0] * 4 + list(range(len(images) - 4)), 1.0)}
