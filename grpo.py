@@ -377,7 +377,7 @@ class GRPOTrainer:
             settings = vars(config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
             step = len(self.history) + 1
-            print(f"model: {config.model} on {DEVICE} (--model zai-org/GLM-Image for the large)\n"
+            print(f"model: {config.model} on {DEVICE} (the large one: --model zai-org/GLM-Image)\n"
                   f"files: {self.out}, next step: {step} of {config.steps}", flush=True)
         if not self.history:
             self.save(0)  # pictures before training
