@@ -719,7 +719,7 @@ def load_prompts(path):
             continue
         where = f"--prompts {path}, line {number}"
         if not prompt or "\t" in target or re.search(ODD_LINE, line):
-            raise BadInput(f"{where}: must be a prompt, or a prompt, a tab, a path: {line!r:.200}")
+            raise BadInput(f"{where}: must be a prompt or a prompt, a tab and a path: {line!r:.99}")
         prompts.append(prompt)
         targets.append(path.parent / target if target else None)
         if target:
