@@ -3,7 +3,7 @@ import json
 from pathlib import Path
 from unittest import mock
 
-import pytest, torch, transformers
+import pytest, torch
 from PIL import Image
 
 import grpo

@@ -2,7 +2,6 @@
     python -m pytest -q .ci/test_options.py
 """
 import importlib.metadata, json, os, shutil
-from pathlib import Path
 from unittest import mock
 
 import numpy as np

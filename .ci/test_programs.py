@@ -1,6 +1,6 @@
 """Every program of examples/ is run: --help, without arguments, by its module and by its path. Also toy.py, measure.py and
 targets.py do what they say. No network, no GPU."""
-import ast, json, os, re, runpy, subprocess, sys
+import ast, json, os, re, subprocess, sys
 from pathlib import Path
 
 import pytest, torch

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parent.parent
-import grpo
 from examples import rewards as gallery
 PAGE = (ROOT / "docs/rewards.md").read_text()
 PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]

@@ -10,8 +10,8 @@
 `report` and `bench` also take the flags of grpo.py. `--model random` has GLM-Image's real sizes and
 random weights, so that nothing is downloaded; it needs a GPU. `--model tiny` is the tiny GLM-Image.
 """
-import argparse, collections, contextlib, dataclasses, functools, io, itertools, math, platform
-import statistics, sys, tempfile, time, weakref
+import argparse, collections, contextlib, dataclasses, functools, itertools, math, platform
+import statistics, sys, time, weakref
 from pathlib import Path
 from unittest import mock
 
