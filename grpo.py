@@ -366,21 +366,26 @@ class GRPOTrainer:
             self.wandb = wandb
             wandb.init(project=config.wandb, name=self.out.name, dir=self.out, config=vars(config))
 
-    def train(self):
-        config = self.config
+    def start(self):
+        """Goes on from the last checkpoint, if there is one."""
         if self.lora.hooks is not self.wrapper.policy.lora_hooks:
             raise BadInput("another trainer has taken over this model; make a new one")
         # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
         if self.checkpoint.exists() or (self.out / "metrics.jsonl").exists():
             self.load_checkpoint()
         if RANK == 0:
-            settings = vars(config) | dict(out=None, resume=None)
+            settings = vars(self.config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
-            step = len(self.history) + 1
-            print(f"model: {config.model} on {DEVICE} (the large one: --model zai-org/GLM-Image)\n"
-                  f"files: {self.out}, next step: {step} of {config.steps}", flush=True)
+            model = self.config.model
+            steps = self.config.steps
+            print(f"model: {model} on {DEVICE} (the large one: --model zai-org/GLM-Image)\n"
+                  f"files: {self.out}, next step: {len(self.history) + 1} of {steps}", flush=True)
         if not self.history:
             self.save(0)  # pictures before training
+
+    def train(self):
+        config = self.config
+        self.start()
         started = time.perf_counter()
         for step in range(len(self.history) + 1, config.steps + 1):
             indices, seeds = choose_prompts(step, len(self.prompts), config)
@@ -718,7 +723,7 @@ def load_prompts(path):
         if prompt.startswith("#") or not line.strip():
             continue
         where = f"--prompts {path}, line {number}"
-        if not prompt or "\t" in target or re.search(ODD_LINE, line):
+        if not prompt or line.rstrip().count("\t") > 1 or re.search(ODD_LINE, line):
             raise BadInput(f"{where}: must be a prompt or a prompt, a tab and a path: {line!r:.99}")
         prompts.append(prompt)
         targets.append(path.parent / target if target else None)

@@ -532,7 +532,7 @@ def test_a_line_ends_only_where_it_ends(tmp_path, mark):
     assert grpo.load_prompts(tmp_path / "p.txt")[0] == [f"a red{mark}fox", "blue"]
 
 @pytest.mark.parametrize("line", [
-    b"a cat\tt.png\tu.png", b"\tt.png", b" \tt.png", "\ufeff# joined".encode(), "\ufeffa cat".encode(), b"a\0cat",
+    b"a cat\tt.png\tu.png", b"a cat\t\tt.png", b"\tt.png", b" \tt.png", "\ufeff# joined".encode(), "\ufeffa cat".encode(), b"a\0cat",
     b'{"prompt": "a cat"}', b'{ "prompt": 1}', b"['a cat', 'b']", b"[", b"a \x1b[1mcat", b"a cat\tand a blue bird", b"a cat\tp.txt", b"a cat\tempty.png", b"a cat\tcut.png",
     b"a cat\tdeep.png", b"a cat\tfloat.tiff"])
 def test_a_line_that_is_not_what_it_looks_like_is_found_by_its_number(tmp_path, line):

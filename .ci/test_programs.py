@@ -7,6 +7,7 @@ import pytest, torch
 
 ROOT = Path(__file__).resolve().parent.parent
 import grpo
+from examples import measure
 from examples.toy import NAMES, Toy
 
 PROGRAMS = sorted([path.stem for path in (ROOT / "examples").glob("*.py")])
@@ -59,6 +60,16 @@ def test_makers_overwrite_nothing(run, tmp_path):
     assert len(prompts) == 8 and prompts[0] == "a red thing"
     target = grpo.open_image(targets[0])
     assert [target.getpixel(at) for at in ((0, 0), (0, 127))] == [(255, 255, 255), (255, 0, 0)]
+
+def test_a_quiet_trainer_writes_nothing(monkeypatch, tmp_path, capsys):
+    """Ablations train runs that nobody keeps."""
+    monkeypatch.chdir(tmp_path)
+    config = grpo.parse_args("--steps 1 --width 32 --height 32 --batch-size 1 --group-size 2".split())
+    wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
+    trainer = measure.QuietTrainer(config, wrapper, ["red"], grpo.load_rewards("color"))
+    capsys.readouterr()
+    trainer.train()
+    assert len(trainer.history) == 1 and not list(tmp_path.iterdir()) and not capsys.readouterr().out
 
 def test_report(run, tmp_path):
     """What is pasted into an issue: phases, kernels, rounding, and prompts of different length without NaN."""

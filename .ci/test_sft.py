@@ -1,6 +1,8 @@
 """Tests of examples/sft.py, which learns the codes of pictures: identities mostly. No network, no GPU."""
 from pathlib import Path
 
+import json
+
 import pytest, torch
 import torch.nn.functional as F
 from PIL import Image
@@ -127,8 +129,11 @@ def test_it_is_resumed(tmp_path):
     """With the held-out pictures and the order of the first run, and its adapters."""
     for name in ("one", "half"):
         make_trainer(tmp_path / name, steps=4 if name == "one" else 2).train()
+    begun = torch.load(tmp_path / "half/checkpoint.pt")["history"]
     half = make_trainer(None, steps=4, resume=str(tmp_path / "half"))
     half.train()
+    assert half.history[:2] == begun  # with their seconds: no step was made again
+    assert json.loads((tmp_path / "half/config.json").read_text())["steps"] == 4  # other programs read it
     one, two = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("one", "half"))
     assert all(torch.equal(weight, two["adapter"][name]) for name, weight in one["adapter"].items())
     assert [row["loss"] for row in one["history"]] == [row["loss"] for row in two["history"]]

@@ -36,6 +36,9 @@ class QuietTrainer(grpo.GRPOTrainer):
     def open_folder(self, config):
         pass
 
+    def start(self):
+        pass
+
     def save(self, step):
         pass
 

@@ -73,8 +73,7 @@ class SFTTrainer(grpo.GRPOTrainer):
             yield -logprobs.mean() * len(part) / len(rows)
 
     def train(self):
-        if not self.history:
-            self.save(0)  # before training
+        self.start()
         started = time.perf_counter()
         for step in range(len(self.history) + 1, self.config.steps + 1):
             places, _ = grpo.choose_prompts(step, len(self.trained_rows), self.config)
