@@ -1,7 +1,6 @@
 """Tests of examples/sft.py, which learns the codes of pictures: identities mostly. No network, no GPU."""
-from pathlib import Path
-
 import json
+from pathlib import Path
 
 import pytest, torch
 import torch.nn.functional as F
