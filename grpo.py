@@ -54,9 +54,6 @@ TINY_MODEL = str(Path(__file__).resolve().parent / "examples/tiny-glm-image")
 def flag(default, text):
     return transformers.hf_argparser.HfArg(default=default, help=text)
 
-def new_folder():
-    return os.path.abspath(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-
 @dataclasses.dataclass
 class Config:
     # What is trained, and on what
@@ -87,8 +84,7 @@ class Config:
         "auto", "keep only one half of the model on the GPU; auto: if it has less than 60 GiB")
     compile: bool = flag(False, "torch.compile the layers: a slow start, then faster steps")
     # The run
-    out: str | None = dataclasses.field(
-        default_factory=new_folder, metadata=dict(help="new folder for the run"))
+    out: str | None = flag(None, "new folder for the run; default: in runs/, with date and time")
     resume: str | None = flag(None, "folder of a run to continue, with its settings")
     save_every: int = flag(10, "steps between two saves of pictures and adapters")
     wandb: str | None = flag(None, "project of Weights & Biases that the run is logged to")
@@ -271,23 +267,20 @@ class LoRA:
             weight.data.copy_(new)
 
 # Settings that make another adapter than plain LoRA. PiSSA and others change the base model, too.
-ODD_SETTING = r"""(use_\w+|\w+_pattern|(?!runtime)\w+_config|layer_replication|alora\w+)=.*
-                  |init_lora_weights=(?!True|gaussian|orthogonal).*"""
+ODD = r"use_|alora|layer_re|(?!runtime)\w+_(config|pattern)=|init_lora_weights=(?!True|gaus|orth)"
 
 def read_adapter(folder, rank):
     """The weights of a peft adapter, which must be a plain LoRA of this rank, alpha = 2 * rank."""
     what = f"--adapter {folder}"
     config = attempt(what, read_json, Path(folder, "adapter_config.json"))
-    settings = [f"{name}={value}" for name, value in config.items() if value]
-    odd = [setting for setting in settings if re.fullmatch(ODD_SETTING, setting, re.VERBOSE)]
-    plain = {"peft_type=LORA", f"r={rank}", f"lora_alpha={2 * rank}"}
-    if odd or not plain <= {*settings}:
-        raise BadInput(f"{what}: must be plain LoRA, with {', '.join(plain)} and without {odd}")
+    plain = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank)
+    odd = [name for name, value in config.items() if value and re.match(ODD, f"{name}={value}")]
+    if odd or config | plain != config:
+        raise BadInput(f"{what}: must be plain LoRA, with {plain} and without {odd}")
     return attempt(what, safetensors.torch.load_file, Path(folder, "adapter_model.safetensors"))
 
 # --- What the trainer asks of a model -----------------------------------------
-@dataclasses.dataclass(frozen=True)
-class Rollout:
+class Rollout(typing.NamedTuple):
     """What the sampler gives: N samples, in the order p0 p0 p1 p1."""
     prompts: list  # N texts
     tokens: torch.Tensor  # [N, T], the drawn codes
@@ -295,10 +288,9 @@ class Rollout:
     allowed: torch.Tensor | None  # [N, T, V], bool: codes that top-k and top-p left; None: all
 
     def part(self, rows):
-        values = vars(self).values()
-        return Rollout(*[None if value is None else value[rows] for value in values])
+        return Rollout(*[None if value is None else value[rows] for value in self])
 
-class PolicyWrapper(typing.Protocol):
+class PolicyWrapper:
     """To train another model, write a subclass; examples/toy.py has a small one. The tensors of a
     rollout are on the CPU; those that `compute_logprobs` returns are on DEVICE."""
     config: Config  # set by the trainer to its own
@@ -323,16 +315,15 @@ class PolicyWrapper(typing.Protocol):
 def choose_prompts(step, num_prompts, config):
     """Indices of this GPU's P prompts in a step (1, 2, ..), and a seed for each. An epoch is a pass
     over the list. Its order follows from the run's seed, so resuming needs no saved state."""
+    # The prompts of a run are counted from 0. The GPUs take turns.
+    counts = range((step - 1) * config.batch_size, step * config.batch_size)[RANK::WORLD_SIZE]
     indices = []
-    seeds = []
-    first = (step - 1) * config.batch_size  # in the count of the whole run
-    for count in range(first + RANK, first + config.batch_size, WORLD_SIZE):
+    for count in counts:
         epoch, place = divmod(count, num_prompts)
         order = np.random.default_rng([config.seed, epoch]).permutation(num_prompts)
         indices.append(order[place])
-        # Seeds 0 to 7 are for `save_samples`. Each --seed has a million of its own from here on.
-        seeds.append(1_000_000 * (config.seed + 1) + count)
-    return indices, seeds
+    # Seeds 0 to 7 are for `save_samples`. Each --seed has a million of its own from here on.
+    return indices, [1_000_000 * (config.seed + 1) + count for count in counts]
 
 class GRPOTrainer:
     """Trains a PolicyWrapper. rewards: {name: (function, weight)}; targets: paths of pictures to
@@ -344,8 +335,8 @@ class GRPOTrainer:
         self.rewards = rewards
         self.targets = targets or [None] * len(prompts)
         self.history = []  # one row a step
-        self.wandb = None
-        self.out = Path(config.resume or config.out).absolute()
+        new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.out = Path(config.resume or config.out or new).absolute()
         self.checkpoint = self.out / "checkpoint.pt"
         wrapper.check_prompts(prompts)
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
@@ -362,26 +353,31 @@ class GRPOTrainer:
         self.lock = filelock.FileLock(self.out / ".lock", timeout=0, is_singleton=True)
         attempt("--resume: another process trains in this folder", self.lock.acquire)
         if config.wandb:
-            import wandb  # pip install wandb
-            self.wandb = wandb
-            wandb.init(project=config.wandb, name=self.out.name, dir=self.out, config=vars(config))
+            self.wandb = importlib.import_module("wandb")
+            self.wandb.init(project=config.wandb, name=self.out.name, dir=self.out,
+                            config=vars(config))
 
     def start(self):
         """Goes on from the last checkpoint, if there is one."""
+        config = self.config
         if self.lora.hooks is not self.wrapper.policy.lora_hooks:
             raise BadInput("another trainer has taken over this model; make a new one")
         # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
         if self.checkpoint.exists() or (self.out / "metrics.jsonl").exists():
-            self.load_checkpoint()
+            # With `weights_only` the file cannot run code.
+            state = attempt(self.checkpoint, torch.load, self.checkpoint, "cpu", weights_only=True)
+            self.history = state["history"]
+            self.lora.load(state["adapter"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.param_groups[0]["lr"] = config.lr  # it may be typed anew
         if RANK == 0:
-            settings = vars(self.config) | dict(out=None, resume=None)
-            write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
-            model = self.config.model
-            steps = self.config.steps
-            print(f"model: {model} on {DEVICE} (the large one: --model zai-org/GLM-Image)\n"
-                  f"files: {self.out}, next step: {len(self.history) + 1} of {steps}", flush=True)
-        if not self.history:
-            self.save(0)  # pictures before training
+            settings = json.dumps(vars(config) | dict(out=None, resume=None), indent=4)
+            write_file(self.out / "config.json", settings.encode())
+            step = len(self.history) + 1
+            print(f"model: {config.model} on {DEVICE} (the large one: --model zai-org/GLM-Image)\n"
+                  f"files: {self.out}, next step: {step} of {config.steps}", flush=True)
+            if not self.history:
+                self.save(0)  # pictures before training
 
     def train(self):
         config = self.config
@@ -406,7 +402,8 @@ class GRPOTrainer:
             metrics["seconds"] = time.perf_counter() - started  # with the saving of the last step
             started = time.perf_counter()
             self.log(step, metrics)
-            self.save(step)
+            if RANK == 0:
+                self.save(step)
 
     @torch.enable_grad()  # a reward's file may have turned them off
     def train_step(self, rollout, advantages):
@@ -414,22 +411,22 @@ class GRPOTrainer:
         only save memory: each counts by its share of the samples, so the gradient is the same."""
         config = self.config
         N = len(advantages)
-        starts = range(0, N, config.micro_batch_size)
-        parts = [rollout.part(slice(i, i + config.micro_batch_size)) for i in starts]
+        size = config.micro_batch_size
+        parts = [rollout.part(slice(i, i + size)) for i in range(0, N, size)]
         ref_logprobs = [None] * len(parts)
         if config.kl_coef:  # the reference is the policy without its adapters: no second model
             with torch.no_grad(), self.lora.disabled():
                 ref_logprobs = [self.wrapper.compute_logprobs(part)[0] for part in parts]
-        old_logprobs = [None] * len(parts)
+        old_logprobs = {}
         totals = collections.Counter()  # `update` adds to it
         self.optimizer.zero_grad()  # drops those of an interrupted step
-        for iteration in range(config.num_iterations):
-            for i, A in enumerate(advantages.split(config.micro_batch_size)):
+        for _ in range(config.num_iterations):
+            for i, A in enumerate(advantages.split(size)):
                 new_logprobs, entropy = self.wrapper.compute_logprobs(parts[i])  # [B, T]
                 # The trap of bf16: the sampler rounds differently, so with its log-probs the ratio
-                # would not begin at 1. The old log-probs are those of the first pass here.
-                if iteration == 0:
-                    old_logprobs[i] = new_logprobs.detach()
+                # would not begin at 1. The old log-probs are those of the first pass here, which
+                # later ones leave as they are.
+                old_logprobs.setdefault(i, new_logprobs.detach())
                 loss, metrics = compute_grpo_loss(
                     new_logprobs, old_logprobs[i], A, config.clip_range,
                     ref_logprobs[i], config.kl_coef)
@@ -444,7 +441,7 @@ class GRPOTrainer:
         return {name: total / config.num_iterations for name, total in totals.items()}
 
     def update_weights(self):
-        weights = list(self.lora.weights.values())
+        weights = self.lora.weights.values()
         if WORLD_SIZE > 1:
             for weight in weights:
                 torch.distributed.all_reduce(weight.grad)  # a sum; the losses were divided
@@ -455,7 +452,8 @@ class GRPOTrainer:
         return grad_norm.item()
 
     def log(self, step, metrics):
-        """Step 6: adds a row to the history, with the means over all GPUs, and prints it."""
+        """Step 6: adds a row to the history, with the means over all GPUs, prints and writes it.
+        The checkpoint comes later, so a step that a kill interrupts is made and written again."""
         metrics["gpu_gib_max"] = torch.cuda.max_memory_allocated() / 2**30
         if WORLD_SIZE > 1:
             values = torch.tensor([*metrics.values()], dtype=torch.float64, device=DEVICE)
@@ -467,24 +465,21 @@ class GRPOTrainer:
         names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
         if RANK == 0:
             print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row], flush=True)
+            lines = "".join([json.dumps(each) + "\n" for each in self.history])
+            lines = re.sub(": (NaN|-?Infinity)", ": null", lines)  # JSON has no NaN
+            write_file(self.out / "metrics.jsonl", lines.encode())
+            if self.config.wandb:
+                self.wandb.log(row, step=step)
 
     def save(self, step):
         """There is a checkpoint after every step, so that a failure costs at most one."""
-        if RANK > 0:
-            return
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
-        rows = "".join([json.dumps(row) + "\n" for row in self.history])
-        rows = re.sub(": (NaN|-?Infinity)", ": null", rows)  # JSON has no NaN
-        if rows:
-            write_file(self.out / "metrics.jsonl", rows.encode())
         state = dict(history=self.history, adapter=self.lora.weights,
                      optimizer=self.optimizer.state_dict())
         file = io.BytesIO()
         torch.save(state, file)
         write_file(self.checkpoint, file.getbuffer())
-        if self.wandb and self.history:
-            self.wandb.log(self.history[-1], step=step)
 
     def save_samples(self, step):
         """Pictures of the first prompts, always from the same seeds, and the adapter they show."""
@@ -495,17 +490,8 @@ class GRPOTrainer:
         sheet = diffusers.utils.make_image_grid(images, 1, len(prompts))
         attempt(self.out, sheet.save, self.out / f"samples_{step:05d}.png")
         self.lora.save(self.out / f"adapter_{step:05d}", self.config.model)
-        if self.wandb:
+        if self.config.wandb:
             self.wandb.log({"samples": self.wandb.Image(sheet)}, step=step)
-
-    def load_checkpoint(self):
-        """What `save` wrote. With `weights_only` the file cannot run code."""
-        path = self.checkpoint
-        state = attempt(path, torch.load, path, "cpu", weights_only=True)
-        self.history = state["history"]
-        self.lora.load(state["adapter"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.param_groups[0]["lr"] = self.config.lr  # it may be typed anew
 
 def write_file(path, data):
     """Bytes are written under another name first, so that a kill or a full disk spares the file."""
@@ -525,13 +511,12 @@ class TwoHalves:
     skip this: it changes no number but by rounding."""
     def __init__(self, pipe, config):
         policy = pipe.vision_language_encoder  # its vision tower is not used here
-        self.ar = nn.ModuleList([policy.model.language_model, policy.lm_head])
-        self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae])
-        both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False).eval()
+        self.ar = nn.ModuleList([policy.model.language_model, policy.lm_head]).train()
+        self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae]).eval()
+        both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False)
         # A layer's activations are not kept but computed again in the backward pass. For that,
         # `transformers` wants training mode. There is no dropout.
         policy.activation_checkpointing_enable()
-        self.ar.train()
         # PyTorch's RMSNorm is one kernel where that of `transformers` is eight.
         for name, norm in self.ar.named_modules():
             if hasattr(norm, "variance_epsilon"):
@@ -572,22 +557,19 @@ class TwoHalves:
 def build_position_ids(attention_mask, grids):
     """Positions (t, h, w): mask [B, L] of the prompts, (height, width) of grids -> [3, B, L + T].
     In text t, h and w all count the tokens. Inside a grid t stands still, h counts rows and w
-    columns; the next part starts max(height, width) after the grid's start:
+    columns. Each part starts one above the highest number before it:
               pad  prompt    1 x 2   2 x 2
          t:   -1   0  1  2   3  3    5  5  5  5
          h:   -1   0  1  2   3  3    5  5  6  6
          w:   -1   0  1  2   3  4    5  6  5  6
     The trap: `transformers` makes these in `generate` only. A plain forward pass takes the image
     for a line of text, without any error, and every log-prob is wrong."""
-    parts = [(attention_mask.cumsum(1) - 1).expand(3, -1, -1)]  # text [3, B, L]
-    start = attention_mask.sum(1)[:, None]  # [B, 1]
+    position_ids = (attention_mask.cumsum(1) - 1).expand(3, -1, -1)  # text [3, B, L]
     for height, width in grids:
-        cell = torch.arange(height * width, device=start.device)  # row by row
-        row = start + cell // width  # [B, cells]
-        column = start + cell % width
-        parts.append(torch.stack([start.expand_as(row), row, column]))
-        start = start + max(height, width)
-    return torch.cat(parts, 2)
+        start = position_ids.amax((0, 2), keepdim=True) + 1  # [1, B, 1]
+        cells = np.indices((1, height, width)).reshape(3, 1, -1)  # (0, row, column), row by row
+        position_ids = torch.cat([position_ids, start + torch.tensor(cells).to(start)], 2)
+    return position_ids
 
 class GLMImageWrapper(PolicyWrapper):
     """A diffusers `GlmImagePipeline`. All linear layers of attention and MLP get LoRA."""
@@ -603,10 +585,9 @@ class GLMImageWrapper(PolicyWrapper):
     @classmethod
     def from_pretrained(cls, path, config):
         """Loads a hub id or a folder: in bf16 on a GPU, in fp32 on a CPU."""
-        pipe = attempt(
-            f"--model {path}", diffusers.GlmImagePipeline.from_pretrained, path,
-            dtype=torch.bfloat16 if CUDA else torch.float32,
-            low_cpu_mem_usage=diffusers.utils.is_accelerate_available())
+        pipe = attempt(f"--model {path}", diffusers.GlmImagePipeline.from_pretrained, path,
+                       dtype=torch.bfloat16 if CUDA else torch.float32,
+                       low_cpu_mem_usage=diffusers.utils.is_accelerate_available())
         return cls(pipe, config)
 
     def encode(self, prompts):
@@ -620,8 +601,7 @@ class GLMImageWrapper(PolicyWrapper):
         # image_grid_thw has rows (1, height, width): each prompt's large grid, then its draft.
         large, draft = batch.image_grid_thw[:2, 1:].tolist()
         position_ids = build_position_ids(batch.attention_mask, [draft, large])
-        T = position_ids.shape[2] - batch.input_ids.shape[1]
-        mask = nn.functional.pad(batch.attention_mask, (0, T), value=1)
+        mask = (position_ids[0] >= 0).long()  # padding is at -1
         return batch.input_ids, mask, position_ids
 
     def check_prompts(self, prompts):
@@ -629,30 +609,27 @@ class GLMImageWrapper(PolicyWrapper):
             attempt(f"--prompts: the model cannot read {prompt!r}", self.encode, [prompt])
 
     def forward(self, ids, mask, position_ids, num_last, cache=None):
-        """ids [B, n] -> logits / temperature of the last places [B, num_last, V]. `self.policy`
-        would ignore position_ids, so its parts are called one by one."""
-        language_model, lm_head = self.halves.ar
-        hidden = language_model(
+        """ids [B, n] -> logits / temperature of the last places [B, num_last, V]."""
+        self.halves.move_to_gpu(self.halves.ar)
+        logits = self.policy(
             input_ids=ids, attention_mask=mask, position_ids=position_ids, cache=cache,
-            use_cache=cache is not None).last_hidden_state
+            use_cache=cache is not None, logits_to_keep=num_last).logits
         codebook_size = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
-        own = self.policy.generation_config
-        temperature = self.config.temperature or own.temperature or 1.0
-        return lm_head(hidden[:, -num_last:])[..., :codebook_size].float() / temperature
+        temperature = self.config.temperature or self.policy.generation_config.temperature or 1.0
+        return logits[..., :codebook_size].float() / temperature
 
-    def make_filters(self):
-        """Top-k and top-p. Without flags, codes are drawn as `generate` draws them, where top-k is
-        50 by default."""
+    def find_allowed(self, logits):
+        """The codes that top-k and top-p leave, bool, shaped as the logits. Without flags, codes
+        are drawn as `generate` draws them, where top-k is 50 by default."""
         own = self.policy.generation_config
         top_k = [k for k in (self.config.top_k, own.top_k, 50) if k is not None][0] or 10**6
         top_p = self.config.top_p or own.top_p or 1.0
-        return transformers.LogitsProcessorList(
-            [transformers.TopKLogitsWarper(top_k), transformers.TopPLogitsWarper(top_p)])
+        logits = transformers.TopKLogitsWarper(top_k)(None, logits)
+        return transformers.TopPLogitsWarper(top_p)(None, logits).isfinite()  # others are -inf
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed for each -> a Rollout on the CPU."""
-        self.halves.move_to_gpu(self.halves.ar)
         prompts = [prompt for prompt in prompts for _ in range(group_size)]
         ids, mask, position_ids = self.encode(prompts)
         L = ids.shape[1]
@@ -660,32 +637,28 @@ class GLMImageWrapper(PolicyWrapper):
         rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniform = [torch.rand(group_size, T, generator=rng, dtype=torch.float32) for rng in rngs]
         uniform = torch.cat(uniform).to(DEVICE)  # [N, T]
-        length = -(-(L + T) // 8) * 8  # fast kernels want a multiple of 8
-        cache = transformers.StaticCache(self.policy.config.text_config, length)
-        filters = self.make_filters()
-        places = slice(L)
+        # Fast kernels want a multiple of 8.
+        cache = transformers.StaticCache(self.policy.config, -(-(L + T) // 8) * 8)
+        # Pass 0 reads the prompts into the cache, pass i the codes drawn in pass i - 1.
+        places = position_ids.split([L] + [1] * T, dim=2)
         columns = []
         for i in self.pipe.progress_bar(range(T)):
-            # Pass 0 reads the prompts into the cache, pass i the codes drawn in pass i - 1.
-            logits = self.forward(ids, mask, position_ids[..., places], 1, cache)[:, 0]
-            allowed = filters(None, logits).isfinite()  # others are -inf
+            logits = self.forward(ids, mask, places[i], 1, cache)[:, 0]
+            allowed = self.find_allowed(logits)  # [N, V]; those of all passes wait on the CPU
             all_logprobs = compute_policy_logprobs(logits, allowed)
             ids = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
-            logprobs = all_logprobs.gather(1, ids)
-            columns.append((ids, logprobs, allowed[:, None].cpu()))  # [N, V], large for the GPU
-            places = slice(L + i, L + i + 1)
+            columns.append((ids, all_logprobs.gather(1, ids), allowed[:, None].cpu()))
         return Rollout(prompts, *[torch.cat(column, 1).cpu() for column in zip(*columns)])
 
     def compute_logprobs(self, rollout):
         """Teacher forcing: one pass -> log-probs with a gradient, entropies without, [B, T]."""
-        self.halves.move_to_gpu(self.halves.ar)
         ids, mask, position_ids = self.encode(rollout.prompts)
         tokens = rollout.tokens.to(DEVICE)
         inputs = torch.cat([ids, tokens[:, :-1]], 1)  # the last T places each predict the next code
         logits = self.forward(inputs, mask[:, :-1], position_ids[..., :-1], tokens.shape[1])
         all_logprobs = compute_policy_logprobs(logits, rollout.allowed)  # [B, T, V]
         entropy = torch.distributions.Categorical(logits=all_logprobs.detach()).entropy()
-        return all_logprobs.gather(2, tokens[:, :, None]).squeeze(2), entropy
+        return all_logprobs.gather(2, tokens[..., None]).squeeze(2), entropy
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds, **pipe_inputs):
@@ -693,11 +666,9 @@ class GLMImageWrapper(PolicyWrapper):
         (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck."""
         self.halves.move_to_gpu(self.halves.dit)
         config = self.config
-        h = config.height // 32
-        w = config.width // 32
-        codes = tokens[:, -h * w:].to(DEVICE).view(-1, h, w)  # without the draft
-        codes = codes.repeat_interleave(2, 1).repeat_interleave(2, 2)  # each as 2 x 2
-        groups = codes.view(len(prompts), -1, 4 * h * w)  # [P, G, 4 * h * w]
+        grid = config.height // 32, config.width // 32  # the large one; the draft is not painted
+        large = tokens[:, -math.prod(grid):].to(DEVICE).view(len(prompts), -1, *grid)
+        groups = torch.kron(large, large.new_ones(2, 2)).flatten(2)  # [P, G, 4 * grid]
         images = []
         for prompt, seed, group in zip(prompts, seeds, groups, strict=True):
             for part in group.split(config.micro_batch_size):
@@ -719,14 +690,14 @@ def load_prompts(path):
     prompts = []
     targets = []  # paths: pictures would fill the memory
     for number, line in enumerate(attempt(path, path.read_text, "utf-8-sig").split("\n"), start=1):
-        prompt, _, target = [part.strip() for part in line.rstrip().partition("\t")]
+        prompt, *target = [part.strip() for part in line.rstrip().split("\t")]
         if prompt.startswith("#") or not line.strip():
             continue
         where = f"--prompts {path}, line {number}"
-        if not prompt or line.rstrip().count("\t") > 1 or re.search(ODD_LINE, line):
+        if not prompt or len(target) > 1 or re.search(ODD_LINE, line):
             raise BadInput(f"{where}: must be a prompt or a prompt, a tab and a path: {line!r:.99}")
         prompts.append(prompt)
-        targets.append(path.parent / target if target else None)
+        targets.append(path.parent / target[0] if target else None)
         if target:
             attempt(where, open_image, targets[-1])
     if not prompts or path.suffix.lower() not in ("", ".txt"):
@@ -778,27 +749,23 @@ def try_rewards(rewards, prompts, targets, config):
     grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(rows))]
     compute_rewards(grays, [prompts[i] for i in rows], [targets[i] for i in rows], rewards)
     # Of two modules of one name beside rewards, one would have been taken for the other.
-    modules = [module for folder in reward_folders for module in pkgutil.iter_modules([folder])]
-    count = collections.Counter([module.name for module in modules])
-    for finder, name, _ in modules:
-        if count[name] > 1 and name in sys.modules:
-            raise BadInput(f"--reward: another folder has a {name}, as {finder.path}; rename one")
+    names = [module.name for folder in reward_folders for module in pkgutil.iter_modules([folder])]
+    for name in sys.modules:
+        if names.count(name) > 1:
+            raise BadInput(f"--reward: two of {reward_folders} have a {name}; rename one")
 
 # --- The command line ---------------------------------------------------------
 def parse_args(argv=None, **defaults):
     """-> Config. A setting may come from four places; each overrides those before it:
       1. Config  2. `defaults`  3. config.json of the run to resume, or else grpo.json in the
       folder of the model  4. what is typed"""
-    parser = transformers.HfArgumentParser(
-        Config, allow_abbrev=False, usage="%(prog)s [flags]")
+    parser = transformers.HfArgumentParser(Config, allow_abbrev=False, usage="%(prog)s [flags]")
     parser.set_defaults(**defaults)
     typed, _ = parser.parse_known_args(argv)  # to learn --resume, --model
     path = Path(typed.resume, "config.json") if typed.resume else Path(typed.model, "grpo.json")
     if typed.resume or path.is_file():
-        settings = attempt(path, read_json, path)
-        attempt(path, Config, **settings)  # fails if a setting is unknown
-        parser.set_defaults(**settings)
-    config = Config(**vars(parser.parse_args(argv)))
+        parser.set_defaults(**attempt(path, read_json, path))
+    config = attempt(path, Config, **vars(parser.parse_args(argv)))  # it may have unknown settings
     if config.resume and (config.out or typed.adapter):
         raise BadInput("--resume: a run keeps its folder and its weights, without --out, --adapter")
     # Paths are saved with the run, which may be resumed in another directory.
@@ -813,12 +780,11 @@ def parse_args(argv=None, **defaults):
 
 def check_settings(config):
     """What would waste hours in silence, or be found only after a model is loaded."""
+    zeros = "lr clip_range kl_coef guidance top_k seed compile".split()  # 0 is welcome
     for name, value in vars(config).items():
-        if isinstance(value, (int, float)) and not 0 <= value < math.inf:  # or NaN
-            raise BadInput(f"--{name} {value}: must be a number, and not negative")
-        zeros = "lr clip_range kl_coef guidance top_k seed compile".split()
-        if value in (0, "") and name not in zeros:
-            raise BadInput(f"--{name} must not be 0 or empty")
+        is_wrong = isinstance(value, (int, float)) and not 0 <= value < math.inf  # or NaN
+        if is_wrong or (value in (0, "") and name not in zeros):
+            raise BadInput(f"--{name}: must be a number above 0, or not empty, and is {value!r}")
     compute_advantages([0.0] * config.group_size, config.group_size)  # or raises
     if config.width % 32 or config.height % 32:
         raise BadInput("--width and --height must be multiples of 32")

@@ -8,7 +8,7 @@ They stand in the order of grpo.py. While you change something, run what looks a
     sampling, painting  pytest -q -k "position or sampl or chance or paint or hal or card or shipped"
     the command line    pytest -q -k "command or config or wrapper" test_grpo.py .ci/test_command.py
 """
-import copy, dataclasses, functools, inspect, json, math, os, re, runpy, shutil, subprocess, sys, warnings
+import copy, functools, inspect, json, math, os, re, runpy, shutil, subprocess, sys, warnings
 from pathlib import Path
 from unittest import mock
 
@@ -102,7 +102,7 @@ def roll(wrapper, group_size=3):
 @pytest.fixture(scope="session")
 def sampled():
     """Two groups of three samples."""
-    return dataclasses.replace(roll(make_wrapper()), allowed=None)
+    return roll(make_wrapper())._replace(allowed=None)
 
 @pytest.fixture(scope="session")
 def loaded():
@@ -1149,8 +1149,9 @@ def test_two_trainers_never_share_a_folder(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for pid in (1, 2):
         monkeypatch.setattr(os, "getpid", lambda: pid)
-        config = grpo.parse_args([])
-        assert config.out == f"{tmp_path}/runs/%Y%m%d-%H%M%S-{pid}"
+        config = make_config(out=None)
+        trainer = grpo.GRPOTrainer(config, make_wrapper(config=config), ["green"], grpo.load_rewards("color"))
+        assert trainer.out == tmp_path / f"runs/%Y%m%d-%H%M%S-{pid}"
     with pytest.raises(grpo.BadInput, match="--out"):
         grpo.parse_args([f"--out={finished}"])
     config = make_config(out=str(finished))
@@ -1244,7 +1245,7 @@ def test_sampler_and_trainer_agree(top_p, top_k, dtype, bound):
     ids, mask, position_ids = wrapper.encode(rollout.prompts)
     with torch.no_grad():
         again, entropy = wrapper.compute_logprobs(rollout)
-        unmasked, whole = wrapper.compute_logprobs(dataclasses.replace(rollout, allowed=None))
+        unmasked, whole = wrapper.compute_logprobs(rollout._replace(allowed=None))
         logits = wrapper.forward(torch.cat([ids, tokens], 1), mask, position_ids, 10)
         assert torch.allclose(logits * 0.9, (logits * 0.9).to(dtype).float(), rtol=1e-6)  # divided in fp32
         out = wrapper.policy(torch.cat([ids, tokens], 1), attention_mask=mask)

@@ -283,7 +283,7 @@ def test_dynamic_sampling_replaces_equal_groups(apply, tmp_path):
     (rollout, advantages), = seen
     for i, (source, start) in enumerate([(first, 0), (others[3], 0), (first, 8), (others[1], 0)]):
         ours, theirs = rollout.part(slice(4 * i, 4 * i + 4)), source.part(slice(start, start + 4))
-        for a, b in zip(vars(ours).values(), vars(theirs).values()):
+        for a, b in zip(ours, theirs):
             assert torch.equal(a, b) if torch.is_tensor(a) else a == b
     by_hand = changed.compute_advantages([0, 1, 2, 3, 5, 5, 5, 9, 4, 5, 6, 7, 3, 3, 3, 9], 4)
     assert torch.equal(advantages, by_hand)
@@ -338,5 +338,5 @@ def test_the_cuda_graph_played_on_a_cpu(apply, tmp_path, monkeypatch):
     for module in (grpo, changed):
         rollouts = [module.GLMImageWrapper.sample(trainer.wrapper, ["a red fox on a wall", "yellow"], 3, seeds)
                     for seeds in ([1, 2], [3, 4])]
-        samples.append([value for rollout in rollouts for value in vars(rollout).values() if torch.is_tensor(value)])
+        samples.append([value for rollout in rollouts for value in rollout if torch.is_tensor(value)])
     assert all(torch.equal(ours, graph) for ours, graph in zip(*samples, strict=True))

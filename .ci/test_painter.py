@@ -121,7 +121,8 @@ def test_each_phase_asks_for_its_half(monkeypatch):
     painter.decode(QUOTED, rollout.tokens, [1, 2])
     painter.compute_logprobs(rollout.part(slice(1)))
     ar, dit = painter.halves.ar, painter.halves.dit
-    assert len(asked) == 4 and all(a is b for a, b in zip(asked, [ar, dit, dit, dit]))
+    assert all(half is ar for half in asked[:-3]) and len(asked) > 3  # each token asks for it
+    assert all(half is dit for half in asked[-3:])
 
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 def test_painter_and_trainer_agree_exactly(tmp_path, guidance):
