@@ -666,9 +666,10 @@ class GLMImageWrapper(PolicyWrapper):
         (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck."""
         self.halves.move_to_gpu(self.halves.dit)
         config = self.config
-        grid = config.height // 32, config.width // 32  # the large one; the draft is not painted
-        large = tokens[:, -math.prod(grid):].to(DEVICE).view(len(prompts), -1, *grid)
-        groups = torch.kron(large, large.new_ones(2, 2)).flatten(2)  # [P, G, 4 * grid]
+        h = config.height // 32
+        w = config.width // 32
+        codes = tokens[:, -h * w:].to(DEVICE).view(len(prompts), -1, h, w)  # without the draft
+        groups = torch.kron(codes, codes.new_ones(2, 2)).flatten(2)  # each as 2 x 2: [P, G, 4 h w]
         images = []
         for prompt, seed, group in zip(prompts, seeds, groups, strict=True):
             for part in group.split(config.micro_batch_size):
@@ -750,8 +751,8 @@ def try_rewards(rewards, prompts, targets, config):
     compute_rewards(grays, [prompts[i] for i in rows], [targets[i] for i in rows], rewards)
     # Of two modules of one name beside rewards, one would have been taken for the other.
     names = [module.name for folder in reward_folders for module in pkgutil.iter_modules([folder])]
-    for name in sys.modules:
-        if names.count(name) > 1:
+    for name in names:
+        if names.count(name) > 1 and name in sys.modules:
             raise BadInput(f"--reward: two of {reward_folders} have a {name}; rename one")
 
 # --- The command line ---------------------------------------------------------
@@ -761,7 +762,7 @@ def parse_args(argv=None, **defaults):
       folder of the model  4. what is typed"""
     parser = transformers.HfArgumentParser(Config, allow_abbrev=False, usage="%(prog)s [flags]")
     parser.set_defaults(**defaults)
-    typed, _ = parser.parse_known_args(argv)  # to learn --resume, --model
+    typed = parser.parse_args(argv)  # to learn --resume, --model
     path = Path(typed.resume, "config.json") if typed.resume else Path(typed.model, "grpo.json")
     if typed.resume or path.is_file():
         parser.set_defaults(**attempt(path, read_json, path))
@@ -784,7 +785,7 @@ def check_settings(config):
     for name, value in vars(config).items():
         is_wrong = isinstance(value, (int, float)) and not 0 <= value < math.inf  # or NaN
         if is_wrong or (value in (0, "") and name not in zeros):
-            raise BadInput(f"--{name}: must be a number above 0, or not empty, and is {value!r}")
+            raise BadInput(f"--{name} must not be {value!r}")
     compute_advantages([0.0] * config.group_size, config.group_size)  # or raises
     if config.width % 32 or config.height % 32:
         raise BadInput("--width and --height must be multiples of 32")
