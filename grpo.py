@@ -38,7 +38,7 @@ class BadInput(ValueError):
     """Something that the user gave is wrong. `main` prints the message on one line."""
 
 def attempt(what, function, *args, **kwargs):
-    """Calls a function that fails only if the input that is called `what` is wrong."""
+    """Calls a function whose only cause of failure is bad input; `what` names that input."""
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -76,13 +76,13 @@ class Config:
     width: int = flag(512, "of the images in pixels, a multiple of 32")
     height: int = flag(512, "of the images in pixels, a multiple of 32")
     temperature: float | None = flag(None, "divides the logits; default: the model's own")
-    top_k: int | None = flag(None, "draw from the k likeliest codes; 0: all; default: as above")
-    top_p: float | None = flag(None, "draw from the likeliest codes that sum to p; default: same")
+    top_k: int | None = flag(None, "draw from the k likeliest; 0: all; default: its own or 50")
+    top_p: float | None = flag(None, "draw from the likeliest codes summing to p; default: its own")
     decode_steps: int = flag(20, "denoising steps of the DiT; fewer are faster and less detailed")
     guidance: float = flag(1.5, "classifier-free guidance of the DiT; 1 turns it off")
     offload: typing.Literal["auto", "on", "off"] = flag(
         "auto", "keep only one half of the model on the GPU; auto: if it has less than 60 GiB")
-    compile: bool = flag(False, "torch.compile the layers: a slow start, then faster steps")
+    compile: bool = flag(False, "torch.compile both halves: a slow start, then faster steps")
     # The run
     out: str | None = flag(None, "new folder for the run; default: in runs/, with date and time")
     resume: str | None = flag(None, "folder of a run to continue, with its settings")
@@ -115,8 +115,8 @@ def compute_advantages(rewards, group_size):
     if group_size < 2:
         raise BadInput("--group_size must be at least 2, to have something to compare")
     groups = torch.as_tensor(rewards, dtype=torch.float64).view(-1, group_size)  # [P, G]
-    # A shift changes nothing, but makes equal rewards 0: they must have a mean without any error,
-    # as it would be divided by 1e-6.
+    # A shift changes nothing, but makes equal rewards 0: their mean must be exact, because any
+    # rounding error would be divided by 1e-6.
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1)[:, None]
     advantages /= groups.std(1)[:, None] + 1e-6  # Dr. GRPO (2503.20783) omits this division
@@ -528,8 +528,9 @@ class TwoHalves:
         pipe.vae.enable_slicing()  # four images at 1024 pixels take 28 GiB
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
         if config.compile:
-            for layer in policy.model.language_model.layers:
-                layer.compile()
+            # The policy's layers know their numbers, so one by one each would be compiled anew, and
+            # PyTorch gives up after eight variants. As a whole it has four, if sizes may differ.
+            policy.model.language_model.compile(dynamic=True)
             pipe.transformer.compile_repeated_blocks()
         self.offload = config.offload == "on" or (config.offload == "auto" and 0 < GPU_GIB < 60)
         both.to("cpu" if self.offload else DEVICE)
@@ -712,7 +713,7 @@ def import_file(path):
     processes that it starts find its functions. Other modules must not have the same names."""
     path = Path(path).resolve()
     if not path.is_file() or path.suffix != ".py":
-        raise BadInput(f"--reward: {path} is no file of Python")
+        raise BadInput(f"--reward: {path} is not a Python file")
     loaded = sys.modules.get(path.stem)
     if loaded and getattr(loaded, "__file__", None) != str(path):
         raise BadInput(f"--reward: {path} has the name of {loaded}; rename it")
@@ -749,7 +750,7 @@ def try_rewards(rewards, prompts, targets, config):
     size = (config.width, config.height)
     grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(rows))]
     compute_rewards(grays, [prompts[i] for i in rows], [targets[i] for i in rows], rewards)
-    # Of two modules of one name beside rewards, one would have been taken for the other.
+    # If two folders of rewards have a module of the same name, one is taken for the other.
     names = [module.name for folder in reward_folders for module in pkgutil.iter_modules([folder])]
     for name in names:
         if names.count(name) > 1 and name in sys.modules:
@@ -780,7 +781,7 @@ def parse_args(argv=None, **defaults):
     return config
 
 def check_settings(config):
-    """What would waste hours in silence, or be found only after a model is loaded."""
+    """Refuses what would waste hours in silence, or the time in which a model is loaded."""
     zeros = "lr clip_range kl_coef guidance top_k seed compile".split()  # 0 is welcome
     for name, value in vars(config).items():
         is_wrong = isinstance(value, (int, float)) and not 0 <= value < math.inf  # or NaN

@@ -1432,6 +1432,29 @@ def test_halves_take_turns_on_the_gpu(monkeypatch):
         assert held() == [{half is two.ar}, {half is two.dit}]
     assert not make_wrapper(offload="off").halves.cpu_copies  # they would be on the GPU
 
+def test_a_deep_policy_is_compiled_in_four_variants(monkeypatch):
+    """Layer by layer, a policy of more layers than PyTorch allows variants, 8, ran as if it had not been compiled:
+    GLM-Image has 40. Here the limit is 4: prompts, a token, reference and update. Nothing is translated."""
+    pipe = make_pipe()
+    policy = pipe.vision_language_encoder
+    policy.config.text_config.num_hidden_layers = 2
+    pipe.vision_language_encoder = type(policy)(policy.config)
+    pipe.vision_language_encoder.generation_config = policy.generation_config
+    pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "num_layers": 2})
+    monkeypatch.setattr(make_tiny, "make_models", lambda colors: pipe)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    for name, value in dict(recompile_limit=4, fail_on_recompile_limit_hit=True).items():
+        monkeypatch.setattr(torch._dynamo.config, name, value)
+    torch._dynamo.reset()
+    wrapper = make_wrapper(compile=True)
+    for prompts in (PROMPTS, ["blue"]):
+        rollout = wrapper.sample(prompts, 2, range(len(prompts)))
+        wrapper.decode(prompts, rollout.tokens, range(len(prompts)))
+        for training in (False, True):
+            with torch.set_grad_enabled(training):
+                wrapper.compute_logprobs(rollout)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 5
+
 @pytest.mark.parametrize("offload, gib, where", [
     ("on", 80, "cpu"), ("off", 10, "meta"), ("auto", 40, "cpu"), ("auto", 80, "meta"), ("auto", 0, "meta")])
 def test_where_the_halves_wait_and_adapters_are_drawn(monkeypatch, offload, gib, where):
