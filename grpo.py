@@ -373,9 +373,8 @@ class GRPOTrainer:
         if RANK == 0:
             settings = json.dumps(vars(config) | dict(out=None, resume=None), indent=4)
             write_file(self.out / "config.json", settings.encode())
-            step = len(self.history) + 1
             print(f"model: {config.model} on {DEVICE} (the large one: --model zai-org/GLM-Image)\n"
-                  f"files: {self.out}, next step: {step} of {config.steps}", flush=True)
+                  f"files: {self.out}, at step {len(self.history)} of {config.steps}", flush=True)
             if not self.history:
                 self.save(0)  # pictures before training
 

@@ -1537,7 +1537,7 @@ def test_the_first_command_learns_and_leaves_what_the_readme_says(first_command,
     assert process.returncode == 0 and all(bar.startswith("Loading ") for bar in bars if bar), error
     first, second, *lines = printed.splitlines()
     assert re.fullmatch("model: .*/examples/tiny-glm-image on cpu .*--model zai-org/GLM-Image.*", first)
-    assert re.fullmatch("files: .*/out, next step: 1 of 20", second)
+    assert re.fullmatch("files: .*/out, at step 0 of 20", second)
     assert [line.split()[:3] for line in lines] == [["step", str(i), "reward"] for i in range(1, 21)]
     assert_files(out, 0, 10, 20)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
