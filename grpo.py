@@ -20,8 +20,8 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import collections, contextlib, dataclasses, functools, importlib.metadata, io, json, math, os
-import pkgutil, re, shlex, sys, time, typing
+import collections, dataclasses, functools, importlib.metadata, io, json, math, os, pkgutil, re
+import shlex, sys, time, typing
 from pathlib import Path
 import diffusers, filelock, safetensors.torch, torch, transformers
 import numpy as np
@@ -45,7 +45,7 @@ def attempt(what, function, *args, **kwargs):
         raise BadInput(f"{what}: {str(error) or repr(error)}") from error
 
 def read_json(path):
-    return dict(json.loads(Path(path).read_text("utf-8-sig")))
+    return dict(json.loads(Path(path).read_bytes()))
 
 # --- Settings -----------------------------------------------------------------
 # Each field is a flag: `python grpo.py --group-size 8`, or --group_size.
@@ -162,7 +162,7 @@ COLORS = {name: torch.tensor(ImageColor.getrgb(name)).float() / 255  # [3], in 0
 
 def pil_to_tensor(images):
     """PIL images of one size -> [N, 3, H, W], fp32 in 0..1."""
-    pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
+    pixels = np.stack([image.convert("RGB") for image in images])
     return torch.tensor(pixels).movedim(3, 1).float() / 255
 
 def open_image(path):
@@ -219,7 +219,7 @@ class LoRA:
     Adam step, is 0.02. A model has one LoRA at a time; a new one takes the place of the old."""
     def __init__(self, model, layers, rank):
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
-        self.enabled = True
+        self.enabled = True  # if not, the model is the base model
         self.weights = {}
         for hook in getattr(model, "lora_hooks", []):
             hook.remove()
@@ -241,15 +241,6 @@ class LoRA:
             low = rows @ A.to(output).T
             output.view(len(rows), -1).addmm_(low, B.to(output).T, alpha=2)  # in place
 
-    @contextlib.contextmanager
-    def disabled(self):
-        """Inside `with lora.disabled():` the model is the base model, the reference of the KL."""
-        self.enabled = False
-        try:
-            yield
-        finally:
-            self.enabled = True
-
     def save(self, folder, base_model):
         """Writes an adapter that peft reads too; `base_model` is a hub id or a folder."""
         folder.mkdir(exist_ok=True)
@@ -258,13 +249,12 @@ class LoRA:
         write_file(folder / "adapter_model.safetensors", safetensors.torch.save(self.weights))
 
     def load(self, saved):
-        if saved.keys() != self.weights.keys():
-            raise BadInput("the adapter's layers are not those of the model")
+        shapes = {name: weight.shape for name, weight in self.weights.items()}
+        finite = [new.is_floating_point() and new.isfinite().all() for new in saved.values()]
+        if shapes != {name: new.shape for name, new in saved.items()} or not all(finite):
+            raise BadInput("the adapter has other layers or shapes than the model, or has a NaN")
         for name, weight in self.weights.items():
-            new = saved[name]
-            if new.shape != weight.shape or not new.is_floating_point() or not new.isfinite().all():
-                raise BadInput(f"the adapter's {name} has another shape, or is not finite")
-            weight.data.copy_(new)
+            weight.data.copy_(saved[name])
 
 # Settings that make another adapter than plain LoRA. PiSSA and others change the base model, too.
 ODD = r"use_|alora|layer_re|(?!runtime)\w+_(config|pattern)=|init_lora_weights=(?!True|gaus|orth)"
@@ -280,36 +270,25 @@ def read_adapter(folder, rank):
     return attempt(what, safetensors.torch.load_file, Path(folder, "adapter_model.safetensors"))
 
 # --- What the trainer asks of a model -----------------------------------------
-class Rollout(typing.NamedTuple):
-    """What the sampler gives: N samples, in the order p0 p0 p1 p1."""
-    prompts: list  # N texts
-    tokens: torch.Tensor  # [N, T], the drawn codes
-    logprobs: torch.Tensor  # [N, T], their log-probs at that time
-    allowed: torch.Tensor | None  # [N, T, V], bool: codes that top-k and top-p left; None: all
-
+class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed")):
+    """What the sampler gives: N samples, in the order p0 p0 p1 p1.
+      prompts   N texts
+      tokens    [N, T], the codes that were drawn
+      logprobs  [N, T], their log-probs at that time
+      allowed   [N, T, V], bool: the codes that top-k and top-p left; None: all"""
     def part(self, rows):
         return Rollout(*[None if value is None else value[rows] for value in self])
 
-class PolicyWrapper:
-    """To train another model, write a subclass; examples/toy.py has a small one. The tensors of a
-    rollout are on the CPU; those that `compute_logprobs` returns are on DEVICE."""
-    config: Config  # set by the trainer to its own
-    policy: nn.Module  # frozen; the trainer adds LoRA to it, and trains nothing else
-    lora_layers: str  # a regex for the names of its linear layers that get LoRA
-
-    def sample(self, prompts, group_size, seeds):
-        """Step 1: P prompts, a seed for each -> a Rollout of N samples. Equal seeds give equal
-        samples, whatever else is in the batch."""
-
-    def decode(self, prompts, tokens, seeds):
-        """Step 2: P prompts and seeds, the tokens of N samples -> N PIL images."""
-
-    def compute_logprobs(self, rollout):
-        """Scores the rollout's tokens under the current policy -> log-probs with a gradient,
-        entropies without, both [B, T]."""
-
-    def check_prompts(self, prompts):
-        """Raises BadInput if the model cannot read one of them. It may be left out."""
+# To train another model, write a wrapper for it; examples/toy.py has a small one. It needs
+#   policy       a frozen nn.Module; the trainer adds LoRA to it, and trains nothing else
+#   lora_layers  a regex for the names of its linear layers that get LoRA
+#   encode(prompts)  fails if the model cannot read one of them
+#   sample(prompts, group_size, seeds)  step 1: P prompts, a seed for each -> a Rollout of N
+#       samples on the CPU. Equal seeds give equal samples, whatever else is in the batch.
+#   decode(prompts, tokens, seeds)  step 2: P prompts and seeds, tokens of N samples -> N PIL images
+#   compute_logprobs(rollout)  scores the rollout's tokens under the current policy -> log-probs
+#       with a gradient, entropies without, both [B, T] and on DEVICE
+# The trainer sets its `config` to its own.
 
 # --- The trainer --------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
@@ -317,17 +296,15 @@ def choose_prompts(step, num_prompts, config):
     over the list. Its order follows from the run's seed, so resuming needs no saved state."""
     # The prompts of a run are counted from 0. The GPUs take turns.
     counts = range((step - 1) * config.batch_size, step * config.batch_size)[RANK::WORLD_SIZE]
-    indices = []
-    for count in counts:
-        epoch, place = divmod(count, num_prompts)
-        order = np.random.default_rng([config.seed, epoch]).permutation(num_prompts)
-        indices.append(order[place])
+    places = [divmod(count, num_prompts) for count in counts]
+    indices = [np.random.default_rng([config.seed, epoch]).permutation(num_prompts)[place]
+               for epoch, place in places]
     # Seeds 0 to 7 are for `save_samples`. Each --seed has a million of its own from here on.
     return indices, [1_000_000 * (config.seed + 1) + count for count in counts]
 
 class GRPOTrainer:
-    """Trains a PolicyWrapper. rewards: {name: (function, weight)}; targets: paths of pictures to
-    imitate, or None."""
+    """Trains the policy of a wrapper. rewards: {name: (function, weight)}; targets: paths of
+    pictures to imitate, or None."""
     def __init__(self, config, wrapper, prompts, rewards, targets=None):
         self.config = wrapper.config = config  # it may have been made with other settings
         self.wrapper = wrapper
@@ -338,24 +315,22 @@ class GRPOTrainer:
         new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.out = Path(config.resume or config.out or new).absolute()
         self.checkpoint = self.out / "checkpoint.pt"
-        wrapper.check_prompts(prompts)
+        for prompt in prompts:  # a processor fails for an <|image|> in a prompt
+            attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
         if config.adapter and not self.checkpoint.exists():
             self.lora.load(read_adapter(config.adapter, config.lora_rank))
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
         if RANK == 0:  # only one process writes
-            self.open_folder(config)
-
-    def open_folder(self, config):
-        # This fails if the folder exists, so that two runs never share one.
-        attempt("--out", self.out.mkdir, parents=True, exist_ok=bool(config.resume))
-        self.lock = filelock.FileLock(self.out / ".lock", timeout=0, is_singleton=True)
-        attempt("--resume: another process trains in this folder", self.lock.acquire)
-        if config.wandb:
-            self.wandb = importlib.import_module("wandb")
-            self.wandb.init(project=config.wandb, name=self.out.name, dir=self.out,
-                            config=vars(config))
+            # This fails if the folder exists, so that two runs never share one.
+            attempt("--out", self.out.mkdir, parents=True, exist_ok=bool(config.resume))
+            self.lock = filelock.FileLock(self.out / ".lock", timeout=0, is_singleton=True)
+            attempt("--resume: another process trains in this folder", self.lock.acquire)
+            if config.wandb:
+                self.wandb = importlib.import_module("wandb")
+                self.wandb.init(project=config.wandb, name=self.out.name, dir=self.out,
+                                config=vars(config))
 
     def start(self):
         """Goes on from the last checkpoint, if there is one."""
@@ -381,8 +356,8 @@ class GRPOTrainer:
     def train(self):
         config = self.config
         self.start()
-        started = time.perf_counter()
         for step in range(len(self.history) + 1, config.steps + 1):
+            started = time.perf_counter()
             indices, seeds = choose_prompts(step, len(self.prompts), config)
             prompts = [self.prompts[i] for i in indices]
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
@@ -398,8 +373,7 @@ class GRPOTrainer:
             metrics |= self.train_step(rollout, advantages)
             # 6. Log.
             metrics["reward_std"] = rewards.view(-1, config.group_size).std(1).mean().item()
-            metrics["seconds"] = time.perf_counter() - started  # with the saving of the last step
-            started = time.perf_counter()
+            metrics["seconds"] = time.perf_counter() - started
             self.log(step, metrics)
             if RANK == 0:
                 self.save(step)
@@ -409,13 +383,16 @@ class GRPOTrainer:
         """Step 5: the updates from one rollout; advantages [N] -> {metric: float}. Micro-batches
         only save memory: each counts by its share of the samples, so the gradient is the same."""
         config = self.config
-        N = len(advantages)
         size = config.micro_batch_size
-        parts = [rollout.part(slice(i, i + size)) for i in range(0, N, size)]
+        parts = [rollout.part(slice(i, i + size)) for i in range(0, len(advantages), size)]
         ref_logprobs = [None] * len(parts)
         if config.kl_coef:  # the reference is the policy without its adapters: no second model
-            with torch.no_grad(), self.lora.disabled():
-                ref_logprobs = [self.wrapper.compute_logprobs(part)[0] for part in parts]
+            self.lora.enabled = False
+            try:
+                with torch.no_grad():
+                    ref_logprobs = [self.wrapper.compute_logprobs(part)[0] for part in parts]
+            finally:
+                self.lora.enabled = True
         old_logprobs = {}
         totals = collections.Counter()  # `update` adds to it
         self.optimizer.zero_grad()  # drops those of an interrupted step
@@ -425,15 +402,13 @@ class GRPOTrainer:
                 # The trap of bf16: the sampler rounds differently, so with its log-probs the ratio
                 # would not begin at 1. The old log-probs are those of the first pass here, which
                 # later ones leave as they are.
-                old_logprobs.setdefault(i, new_logprobs.detach())
+                old = old_logprobs.setdefault(i, new_logprobs.detach())
                 loss, metrics = compute_grpo_loss(
-                    new_logprobs, old_logprobs[i], A, config.clip_range,
-                    ref_logprobs[i], config.kl_coef)
+                    new_logprobs, old, A, config.clip_range, ref_logprobs[i], config.kl_coef)
                 metrics["entropy"] = entropy.mean().item()
                 # How far the sampler and the trainer disagree: by rounding only, if all is well.
-                gap = parts[i].logprobs.to(DEVICE) - old_logprobs[i]
-                metrics["sampler_gap"] = gap.abs().mean().item()
-                share = len(A) / N
+                metrics["sampler_gap"] = (parts[i].logprobs.to(DEVICE) - old).abs().mean().item()
+                share = len(A) / len(advantages)
                 (loss * share / WORLD_SIZE).backward()
                 totals.update({name: share * value for name, value in metrics.items()})
             totals["grad_norm"] += self.update_weights()
@@ -474,10 +449,9 @@ class GRPOTrainer:
         """There is a checkpoint after every step, so that a failure costs at most one."""
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
-        state = dict(history=self.history, adapter=self.lora.weights,
-                     optimizer=self.optimizer.state_dict())
         file = io.BytesIO()
-        torch.save(state, file)
+        torch.save(dict(history=self.history, adapter=self.lora.weights,
+                        optimizer=self.optimizer.state_dict()), file)
         write_file(self.checkpoint, file.getbuffer())
 
     def save_samples(self, step):
@@ -509,7 +483,9 @@ class TwoHalves:
     """The AR half and the DiT half of a `GlmImagePipeline`, made fast and small. A first reader can
     skip this: it changes no number but by rounding."""
     def __init__(self, pipe, config):
-        policy = pipe.vision_language_encoder  # its vision tower is not used here
+        self.pipe = pipe
+        self.config = config
+        self.policy = policy = pipe.vision_language_encoder  # its vision tower is not used here
         self.ar = nn.ModuleList([policy.model.language_model, policy.lm_head]).train()
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae]).eval()
         both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False)
@@ -524,6 +500,7 @@ class TwoHalves:
                 self.ar.set_submodule(name, fused)
         # The DiT makes its rotary tables on the CPU, from where each layer would fetch them.
         pipe.transformer.rope.register_forward_hook(fetch_tables)
+        pipe.set_progress_bar_config(leave=False, disable=None)  # shown in a terminal only
         pipe.vae.enable_slicing()  # four images at 1024 pixels take 28 GiB
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
         if config.compile:
@@ -571,16 +548,9 @@ def build_position_ids(attention_mask, grids):
         position_ids = torch.cat([position_ids, start + torch.tensor(cells).to(start)], 2)
     return position_ids
 
-class GLMImageWrapper(PolicyWrapper):
+class GLMImageWrapper(TwoHalves):
     """A diffusers `GlmImagePipeline`. All linear layers of attention and MLP get LoRA."""
     lora_layers = r"model\.language_model\.layers\.\d+\.\w+\.([qkvo]|gate_up|down)_proj"
-
-    def __init__(self, pipe, config):
-        self.pipe = pipe
-        self.config = config
-        self.policy = pipe.vision_language_encoder
-        self.halves = TwoHalves(pipe, config)
-        pipe.set_progress_bar_config(leave=False, disable=None)  # shown in a terminal only
 
     @classmethod
     def from_pretrained(cls, path, config):
@@ -604,13 +574,9 @@ class GLMImageWrapper(PolicyWrapper):
         mask = (position_ids[0] >= 0).long()  # padding is at -1
         return batch.input_ids, mask, position_ids
 
-    def check_prompts(self, prompts):
-        for prompt in prompts:  # the processor fails for an <|image|> in a prompt
-            attempt(f"--prompts: the model cannot read {prompt!r}", self.encode, [prompt])
-
     def forward(self, ids, mask, position_ids, num_last, cache=None):
         """ids [B, n] -> logits / temperature of the last places [B, num_last, V]."""
-        self.halves.move_to_gpu(self.halves.ar)
+        self.move_to_gpu(self.ar)
         logits = self.policy(
             input_ids=ids, attention_mask=mask, position_ids=position_ids, cache=cache,
             use_cache=cache is not None, logits_to_keep=num_last).logits
@@ -618,19 +584,10 @@ class GLMImageWrapper(PolicyWrapper):
         temperature = self.config.temperature or self.policy.generation_config.temperature or 1.0
         return logits[..., :codebook_size].float() / temperature
 
-    def find_allowed(self, logits):
-        """The codes that top-k and top-p leave, bool, shaped as the logits. Without flags, codes
-        are drawn as `generate` draws them, where top-k is 50 by default."""
-        own = self.policy.generation_config
-        top_k = [k for k in (self.config.top_k, own.top_k, 50) if k is not None][0] or 10**6
-        top_p = self.config.top_p or own.top_p or 1.0
-        logits = transformers.TopKLogitsWarper(top_k)(None, logits)
-        return transformers.TopPLogitsWarper(top_p)(None, logits).isfinite()  # others are -inf
-
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed for each -> a Rollout on the CPU."""
-        prompts = [prompt for prompt in prompts for _ in range(group_size)]
+        prompts = np.repeat(prompts, group_size).tolist()
         ids, mask, position_ids = self.encode(prompts)
         L = ids.shape[1]
         T = mask.shape[1] - L
@@ -639,12 +596,17 @@ class GLMImageWrapper(PolicyWrapper):
         uniform = torch.cat(uniform).to(DEVICE)  # [N, T]
         # Fast kernels want a multiple of 8.
         cache = transformers.StaticCache(self.policy.config, -(-(L + T) // 8) * 8)
+        # Without flags, codes are drawn as `generate` draws them, where top-k is 50 by default.
+        own = self.policy.generation_config
+        top_k = [k for k in (self.config.top_k, own.top_k, 50) if k is not None][0] or 10**6
+        keep_k = transformers.TopKLogitsWarper(top_k)
+        keep_p = transformers.TopPLogitsWarper(self.config.top_p or own.top_p or 1.0)
         # Pass 0 reads the prompts into the cache, pass i the codes drawn in pass i - 1.
         places = position_ids.split([L] + [1] * T, dim=2)
         columns = []
         for i in self.pipe.progress_bar(range(T)):
             logits = self.forward(ids, mask, places[i], 1, cache)[:, 0]
-            allowed = self.find_allowed(logits)  # [N, V]; those of all passes wait on the CPU
+            allowed = keep_p(None, keep_k(None, logits)).isfinite()  # [N, V]; others are -inf
             all_logprobs = compute_policy_logprobs(logits, allowed)
             ids = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
             columns.append((ids, all_logprobs.gather(1, ids), allowed[:, None].cpu()))
@@ -664,7 +626,7 @@ class GLMImageWrapper(PolicyWrapper):
     def decode(self, prompts, tokens, seeds, **pipe_inputs):
         """Step 2. P prompts and seeds, tokens [N, T] -> N images. A group shares its noise
         (DanceGRPO, 2505.07818): its rewards differ because its tokens do, not by luck."""
-        self.halves.move_to_gpu(self.halves.dit)
+        self.move_to_gpu(self.dit)
         config = self.config
         h = config.height // 32
         w = config.width // 32
@@ -745,10 +707,10 @@ def try_rewards(rewards, prompts, targets, config):
     if reward_color in functions:
         for prompt in prompts:
             find_color(prompt)  # or raises
-    rows = np.arange(len(prompts))[:8].repeat(config.group_size)
+    some = np.repeat(prompts[:8], config.group_size).tolist()
     size = (config.width, config.height)
-    grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(rows))]
-    compute_rewards(grays, [prompts[i] for i in rows], [targets[i] for i in rows], rewards)
+    grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(some))]
+    compute_rewards(grays, some, np.repeat(targets[:8], config.group_size).tolist(), rewards)
     # If two folders of rewards have a module of the same name, one is taken for the other.
     names = [module.name for folder in reward_folders for module in pkgutil.iter_modules([folder])]
     for name in names:
@@ -767,8 +729,8 @@ def parse_args(argv=None, **defaults):
     if typed.resume or path.is_file():
         parser.set_defaults(**attempt(path, read_json, path))
     config = attempt(path, Config, **vars(parser.parse_args(argv)))  # it may have unknown settings
-    if config.resume and (config.out or typed.adapter):
-        raise BadInput("--resume: a run keeps its folder and its weights, without --out, --adapter")
+    if typed.resume and (typed.out or typed.adapter) or os.path.exists(typed.out or ""):
+        raise BadInput("--out must be a new folder; --resume goes without --out and --adapter")
     # Paths are saved with the run, which may be resumed in another directory.
     for name in "model adapter prompts out resume".split():
         path = getattr(config, name)
@@ -781,18 +743,15 @@ def parse_args(argv=None, **defaults):
 
 def check_settings(config):
     """Refuses what would waste hours in silence, or the time in which a model is loaded."""
-    zeros = "lr clip_range kl_coef guidance top_k seed compile".split()  # 0 is welcome
+    least = dict.fromkeys("lr clip_range kl_coef guidance top_k seed compile".split(), 0)
+    least["group_size"] = 2
     for name, value in vars(config).items():
-        is_wrong = isinstance(value, (int, float)) and not 0 <= value < math.inf  # or NaN
-        if is_wrong or (value in (0, "") and name not in zeros):
+        is_number = isinstance(value, (int, float))
+        if value == "" or is_number and not least.get(name, 1e-9) <= value < math.inf:
             raise BadInput(f"--{name} must not be {value!r}")
-    compute_advantages([0.0] * config.group_size, config.group_size)  # or raises
-    if config.width % 32 or config.height % 32:
-        raise BadInput("--width and --height must be multiples of 32")
-    if config.batch_size % WORLD_SIZE:
-        raise BadInput(f"--batch_size must be a multiple of the number of GPUs, {WORLD_SIZE}")
-    if config.out and os.path.exists(config.out):
-        raise BadInput(f"--out {config.out}: must be a new folder")
+    if config.width % 32 or config.height % 32 or config.batch_size % WORLD_SIZE:
+        raise BadInput("--width and --height must be multiples of 32, "
+                       f"and --batch_size of the number of GPUs, {WORLD_SIZE}")
     if config.wandb:  # a folder of that name, which it leaves behind, can be imported as well
         attempt("--wandb: first run `pip install wandb`", importlib.metadata.version, "wandb")
 
@@ -801,8 +760,6 @@ def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
     """What follows `argv` is for programs that train other models: examples/toy.py, edit.py."""
     if CUDA:
         torch.cuda.set_device(DEVICE)
-    else:
-        torch.set_num_threads(min(2, torch.get_num_threads()))  # more are hardly faster here
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
     try:
@@ -817,9 +774,8 @@ def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
         except KeyboardInterrupt:
             folder = shlex.quote(str(trainer.out))
             sys.exit(f"\nStopped. To go on: python {sys.argv[0]} --resume {folder}")
-    except BadInput as error:
-        program = Path(sys.argv[0]).name
-        print(f"{program}: error:", *str(error).split(), file=sys.stderr)  # on one line
+    except BadInput as error:  # on one line
+        print(f"{Path(sys.argv[0]).name}: error:", *str(error).split(), file=sys.stderr)
         sys.exit(2)
     if WORLD_SIZE > 1:
         torch.distributed.destroy_process_group()

@@ -1,5 +1,6 @@
 """Tests of examples/flow.py, identities mostly, on a small GLM-Image of random weights. No network, no GPU."""
 from pathlib import Path
+from unittest import mock
 
 import diffusers, pytest, torch
 
@@ -116,11 +117,11 @@ def test_each_phase_asks_for_its_half(monkeypatch):
     """With offloading the weights of the other one are elsewhere."""
     painter = make_painter()
     asked = []
-    monkeypatch.setattr(painter.halves, "move_to_gpu", lambda half: asked.append(half))
+    monkeypatch.setattr(painter.ar, "move_to_gpu", lambda half: asked.append(half))
     rollout = painter.sample(QUOTED, 2, [1, 2])
     painter.decode(QUOTED, rollout.tokens, [1, 2])
     painter.compute_logprobs(rollout.part(slice(1)))
-    ar, dit = painter.halves.ar, painter.halves.dit
+    ar, dit = painter.ar.ar, painter.ar.dit
     assert all(half is ar for half in asked[:-3]) and len(asked) > 3  # each token asks for it
     assert all(half is dit for half in asked[-3:])
 
@@ -173,7 +174,7 @@ def test_adapters_of_both_halves_elsewhere(tmp_path):
     with torch.no_grad():
         trained = ar.pipe.transformer(*inputs).sample
         assert (stock.transformer(*inputs).sample - trained).abs().max() < 1e-5
-        with trainer.lora.disabled():
+        with mock.patch.object(trainer.lora, "enabled", False):
             assert (ar.pipe.transformer(*inputs).sample - trained).abs().max() > 0.01
 
 def test_painter_begins_with_the_adapter_of_the_other_half(tmp_path, monkeypatch):

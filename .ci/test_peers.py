@@ -47,13 +47,16 @@ def make_llama():
 def tokenize(prompts):
     return [[int(word) for word in prompt.split()] for prompt in prompts]
 
-class Llama(grpo.PolicyWrapper):
+class Llama:
     """A prompt such as "3 1 4" is the ids of its tokens, and the pixels of an image are its codes."""
     lora_layers = r".*\.[qv]_proj"
 
     def __init__(self):
         self.policy = make_llama()
         self.rollouts = []  # of training
+
+    def encode(self, prompts):
+        return torch.tensor(tokenize(prompts))
 
     def sample(self, prompts, group_size, seeds):
         """Draws higher codes more often, whatever the policy: like a program that has other weights."""
@@ -69,7 +72,7 @@ class Llama(grpo.PolicyWrapper):
         return [Image.fromarray(row[None].byte().numpy()) for row in tokens]
 
     def compute_logprobs(self, rollout):
-        ids = torch.tensor(tokenize(rollout.prompts))
+        ids = self.encode(rollout.prompts)
         logits = self.policy(torch.cat([ids, rollout.tokens], 1)).logits[:, ids.shape[1] - 1:-1]
         entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()
         return logits.log_softmax(2).gather(2, rollout.tokens[:, :, None]).squeeze(2), entropy

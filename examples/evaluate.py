@@ -17,7 +17,8 @@ from PIL import ImageChops
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
 from examples import edit
-from examples.generate import find_adapters, load_adapter, load_wrapper, read_settings
+from examples.generate import (
+    check_prompts, find_adapters, load_adapter, load_wrapper, read_settings)
 from examples.plot import draw_film
 
 def evaluate(adapters, prompts, targets, rewards, samples=4, seed=0, with_sources=False):
@@ -30,7 +31,7 @@ def evaluate(adapters, prompts, targets, rewards, samples=4, seed=0, with_source
         if wrapper is None or not alike(config, wrapper.config):
             wrapper = None  # frees the memory of the last one
             wrapper = load_wrapper(config, with_sources)
-            wrapper.check_prompts(prompts)
+            check_prompts(wrapper, prompts)
         load_adapter(wrapper, adapter)
         rollout = wrapper.sample(prompts, samples, seeds)
         images = wrapper.decode(prompts, rollout.tokens, seeds)

@@ -54,7 +54,7 @@ def read_rank(folder):
     path = Path(folder, "adapter_config.json")
     return grpo.attempt(f"AR_ADAPTER={folder}", grpo.read_json, path).get("r")
 
-class Painter(grpo.PolicyWrapper):
+class Painter:
     """A wrapper of the DiT. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noisy
     step, after each noisy step, and at the end. A rollout's `allowed` has the conditions, `given`
     [N, 1 + K]: the index of the first noisy step, then the codes."""
@@ -63,7 +63,6 @@ class Painter(grpo.PolicyWrapper):
     def __init__(self, ar):
         self.ar = ar  # the wrapper of grpo.py: it samples tokens, and is frozen
         self.pipe = ar.pipe
-        self.halves = ar.halves
         self.config = config = ar.config
         self.policy = ar.pipe.transformer
         self.policy.enable_gradient_checkpointing()
@@ -118,8 +117,8 @@ class Painter(grpo.PolicyWrapper):
             velocity = base + self.config.guidance * (velocity - base)
         return denoise(latents, velocity, self.sigmas[i], self.sigmas[i + 1], noise_level)
 
-    def check_prompts(self, prompts):
-        self.ar.check_prompts(prompts)
+    def encode(self, prompts):
+        return self.ar.encode(prompts)
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
@@ -129,7 +128,7 @@ class Painter(grpo.PolicyWrapper):
         drawn = self.ar.sample(prompts, 1, seeds)
         if group_size == 1:
             return drawn
-        self.halves.move_to_gpu(self.halves.dit)
+        self.ar.move_to_gpu(self.ar.dit)
         h = self.config.height // 32
         w = self.config.width // 32
         large = drawn.tokens[:, -h * w:].view(-1, h, w)  # without the draft, which is not decoded
@@ -177,7 +176,7 @@ class Painter(grpo.PolicyWrapper):
 
     def compute_logprobs(self, rollout):
         """Repeats the noisy steps -> log-probs with a gradient, entropy [B, W]."""
-        self.halves.move_to_gpu(self.halves.dit)
+        self.ar.move_to_gpu(self.ar.dit)
         text = self.pipe.encode_prompt(rollout.prompts[0], self.config.guidance > 1)
         start = rollout.allowed[0, 0].item()
         codes = rollout.allowed[:, 1:].to(DEVICE)
@@ -195,7 +194,7 @@ class Painter(grpo.PolicyWrapper):
         are drawn by the pipeline without added noise, as for its users."""
         if tokens.dim() == 2:
             return self.ar.decode(prompts, tokens, seeds)
-        self.halves.move_to_gpu(self.halves.dit)
+        self.ar.move_to_gpu(self.ar.dit)
         vae = self.pipe.vae
         images = []
         for latents in tokens[:, -1:].to(DEVICE):

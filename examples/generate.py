@@ -116,12 +116,16 @@ def check(args):
     config = read_settings(adapter, model=args.model, width=args.width, height=args.height)
     return prompts, adapter, config
 
+def check_prompts(wrapper, prompts):
+    for prompt in prompts:
+        grpo.attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])
+
 def main():
     parser, args = parse_args()
     try:
         prompts, adapter, config = check(args)
         wrapper = load_wrapper(config, with_sources=bool(args.source))
-        wrapper.check_prompts(prompts)
+        check_prompts(wrapper, prompts)
         if adapter:
             load_adapter(wrapper, adapter)
     except grpo.BadInput as error:

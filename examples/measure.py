@@ -33,8 +33,9 @@ aten = torch.ops.aten
 
 class QuietTrainer(grpo.GRPOTrainer):
     """It writes no files, and prints nothing."""
-    def open_folder(self, config):
-        pass
+    def __init__(self, *args):
+        with mock.patch.object(grpo, "RANK", 1):  # only the first process writes
+            super().__init__(*args)
 
     def start(self):
         pass
@@ -232,7 +233,7 @@ def make_fake_wrapper(Wrapper, config):
 def imagine(wrapper):
     """Inside, grpo.py takes the meta device for a GPU -> a FakeGPU. Real numbers are wanted by the
     prompts, which are read on the host, and by the scheduler."""
-    gpu = FakeGPU(wrapper.halves.ar, wrapper.halves.dit)
+    gpu = FakeGPU(wrapper.ar, wrapper.dit)
     encode = wrapper.encode
 
     def encode_on_host(prompts):
@@ -247,7 +248,7 @@ def imagine(wrapper):
     with (
         mock.patch.object(grpo, "DEVICE", torch.device("meta")),
         mock.patch.object(wrapper, "encode", encode_on_host),
-        mock.patch.object(wrapper.halves, "move_to_gpu", gpu.move_to_gpu),
+        mock.patch.object(wrapper, "move_to_gpu", gpu.move_to_gpu),
         mock.patch.object(F, "scaled_dot_product_attention", gpu.attend),
         mock.patch.object(F, "rms_norm", normalize),
         mock.patch.object(type(wrapper.pipe.scheduler), "index_for_timestep", return_value=0),
@@ -494,7 +495,7 @@ def measure_report(args):
           f"CUDA {torch.version.cuda}\n"
           f"{config.model}, {config.width} x {config.height}, {config.batch_size} prompts x "
           f"{config.group_size}, micro-batch {config.micro_batch_size}, {config.decode_steps} "
-          f"decode steps, guidance {config.guidance}, offload {wrapper.halves.offload}, "
+          f"decode steps, guidance {config.guidance}, offload {wrapper.offload}, "
           f"compile {config.compile}\n", flush=True)
     # A small step first: it warms up, and its kernels are counted.
     token = count_in_call(
@@ -554,7 +555,7 @@ def measure_stock(wrapper, rollout):
     its own scores it."""
     config = wrapper.config
     one = rollout.part(slice(1))
-    wrapper.halves.move_to_gpu(wrapper.halves.ar)
+    wrapper.move_to_gpu(wrapper.ar)
     wrapper.policy.eval()  # in training mode `generate` loses its cache, and looks too slow
     prompt, = one.prompts
     wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
@@ -565,7 +566,7 @@ def measure_stock(wrapper, rollout):
         wrapper.pipe.generate_prior_tokens, prompt, config.height, config.width,
         device=grpo.DEVICE))
     wrapper.policy.model.visual.to("cpu")  # or its 2 GiB would count as ours
-    wrapper.halves.ar.train()
+    wrapper.ar.train()
     decoded, _ = clock(wrapper.decode, [prompt], one.tokens, [0])
     with torch.no_grad():
         scored, _ = clock(wrapper.compute_logprobs, one)

@@ -28,7 +28,7 @@ def find_word(prompt):
     words = [word for word in re.findall(r"\w+", prompt.lower()) if word in NAMES]
     return NAMES.index(words[0]) if words else len(NAMES)
 
-class Toy(grpo.PolicyWrapper):
+class Toy:
     lora_layers = r"[13]"  # the two linear layers, by their names in `policy`
 
     def __init__(self, path, config):
@@ -39,10 +39,12 @@ class Toy(grpo.PolicyWrapper):
             nn.Linear(64, SIDE**2 * len(NAMES)), nn.Unflatten(1, (SIDE**2, len(NAMES))))
         self.policy.requires_grad_(False).to(grpo.DEVICE)
 
+    def encode(self, prompts):
+        return torch.tensor([find_word(prompt) for prompt in prompts], device=grpo.DEVICE)
+
     def compute_all_logprobs(self, prompts):
         """The policy's distribution, shared by sampler and trainer -> [N, T, V]."""
-        words = torch.tensor([find_word(prompt) for prompt in prompts], device=grpo.DEVICE)
-        return self.policy(words).log_softmax(2)
+        return self.policy(self.encode(prompts)).log_softmax(2)
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
