@@ -760,6 +760,8 @@ def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
     """What follows `argv` is for programs that train other models: examples/toy.py, edit.py."""
     if CUDA:
         torch.cuda.set_device(DEVICE)
+    else:
+        torch.set_num_threads(min(2, torch.get_num_threads()))  # more are hardly faster here
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
     try:
