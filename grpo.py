@@ -249,12 +249,13 @@ class LoRA:
         write_file(folder / "adapter_model.safetensors", safetensors.torch.save(self.weights))
 
     def load(self, saved):
-        shapes = {name: weight.shape for name, weight in self.weights.items()}
-        finite = [new.is_floating_point() and new.isfinite().all() for new in saved.values()]
-        if shapes != {name: new.shape for name, new in saved.items()} or not all(finite):
-            raise BadInput("the adapter has other layers or shapes than the model, or has a NaN")
+        if saved.keys() != self.weights.keys():
+            raise BadInput("the adapter's layers are not those of the model")
         for name, weight in self.weights.items():
-            weight.data.copy_(saved[name])
+            new = saved[name]
+            if new.shape != weight.shape or not new.is_floating_point() or not new.isfinite().all():
+                raise BadInput(f"the adapter's {name} has another shape, or is not finite")
+            weight.data.copy_(new)
 
 # Settings that make another adapter than plain LoRA. PiSSA and others change the base model, too.
 ODD = r"use_|alora|layer_re|(?!runtime)\w+_(config|pattern)=|init_lora_weights=(?!True|gaus|orth)"
@@ -282,13 +283,13 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 # To train another model, write a wrapper for it; examples/toy.py has a small one. It needs
 #   policy       a frozen nn.Module; the trainer adds LoRA to it, and trains nothing else
 #   lora_layers  a regex for the names of its linear layers that get LoRA
-#   encode(prompts)  fails if the model cannot read one of them
+#   encode(prompts)  raises an error if the model cannot read one; its result is not used
 #   sample(prompts, group_size, seeds)  step 1: P prompts, a seed for each -> a Rollout of N
 #       samples on the CPU. Equal seeds give equal samples, whatever else is in the batch.
 #   decode(prompts, tokens, seeds)  step 2: P prompts and seeds, tokens of N samples -> N PIL images
 #   compute_logprobs(rollout)  scores the rollout's tokens under the current policy -> log-probs
 #       with a gradient, entropies without, both [B, T] and on DEVICE
-# The trainer sets its `config` to its own.
+# The trainer gives it its own settings, as `config`.
 
 # --- The trainer --------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
@@ -306,7 +307,7 @@ class GRPOTrainer:
     """Trains the policy of a wrapper. rewards: {name: (function, weight)}; targets: paths of
     pictures to imitate, or None."""
     def __init__(self, config, wrapper, prompts, rewards, targets=None):
-        self.config = wrapper.config = config  # it may have been made with other settings
+        self.config = wrapper.config = config  # the wrapper may have been made with others
         self.wrapper = wrapper
         self.prompts = prompts
         self.rewards = rewards
@@ -356,8 +357,8 @@ class GRPOTrainer:
     def train(self):
         config = self.config
         self.start()
+        started = time.perf_counter()
         for step in range(len(self.history) + 1, config.steps + 1):
-            started = time.perf_counter()
             indices, seeds = choose_prompts(step, len(self.prompts), config)
             prompts = [self.prompts[i] for i in indices]
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
@@ -373,7 +374,8 @@ class GRPOTrainer:
             metrics |= self.train_step(rollout, advantages)
             # 6. Log.
             metrics["reward_std"] = rewards.view(-1, config.group_size).std(1).mean().item()
-            metrics["seconds"] = time.perf_counter() - started
+            metrics["seconds"] = time.perf_counter() - started  # with the saving of the last step
+            started = time.perf_counter()
             self.log(step, metrics)
             if RANK == 0:
                 self.save(step)
@@ -481,7 +483,8 @@ def fetch_tables(rope, inputs, tables):
 
 class TwoHalves:
     """The AR half and the DiT half of a `GlmImagePipeline`, made fast and small. A first reader can
-    skip this: it changes no number but by rounding."""
+    skip this: it changes no number but by rounding. GLMImageWrapper takes `pipe`, `config` and
+    `policy` from here, and `move_to_gpu`, which it calls with `ar` or `dit`."""
     def __init__(self, pipe, config):
         self.pipe = pipe
         self.config = config
@@ -587,7 +590,7 @@ class GLMImageWrapper(TwoHalves):
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
         """Step 1. P prompts, a seed for each -> a Rollout on the CPU."""
-        prompts = np.repeat(prompts, group_size).tolist()
+        prompts = [prompt for prompt in prompts for _ in range(group_size)]
         ids, mask, position_ids = self.encode(prompts)
         L = ids.shape[1]
         T = mask.shape[1] - L
@@ -606,7 +609,7 @@ class GLMImageWrapper(TwoHalves):
         columns = []
         for i in self.pipe.progress_bar(range(T)):
             logits = self.forward(ids, mask, places[i], 1, cache)[:, 0]
-            allowed = keep_p(None, keep_k(None, logits)).isfinite()  # [N, V]; others are -inf
+            allowed = keep_p(None, keep_k(None, logits)).isfinite()  # [N, V]; what they cut is -inf
             all_logprobs = compute_policy_logprobs(logits, allowed)
             ids = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
             columns.append((ids, all_logprobs.gather(1, ids), allowed[:, None].cpu()))
@@ -707,10 +710,10 @@ def try_rewards(rewards, prompts, targets, config):
     if reward_color in functions:
         for prompt in prompts:
             find_color(prompt)  # or raises
-    some = np.repeat(prompts[:8], config.group_size).tolist()
+    rows = np.arange(len(prompts))[:8].repeat(config.group_size)
     size = (config.width, config.height)
-    grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(some))]
-    compute_rewards(grays, some, np.repeat(targets[:8], config.group_size).tolist(), rewards)
+    grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(rows))]
+    compute_rewards(grays, [prompts[i] for i in rows], [targets[i] for i in rows], rewards)
     # If two folders of rewards have a module of the same name, one is taken for the other.
     names = [module.name for folder in reward_folders for module in pkgutil.iter_modules([folder])]
     for name in names:
@@ -729,8 +732,8 @@ def parse_args(argv=None, **defaults):
     if typed.resume or path.is_file():
         parser.set_defaults(**attempt(path, read_json, path))
     config = attempt(path, Config, **vars(parser.parse_args(argv)))  # it may have unknown settings
-    if typed.resume and (typed.out or typed.adapter) or os.path.exists(typed.out or ""):
-        raise BadInput("--out must be a new folder; --resume goes without --out and --adapter")
+    if config.resume and (config.out or typed.adapter):
+        raise BadInput("--resume: a run keeps its folder and its weights, without --out, --adapter")
     # Paths are saved with the run, which may be resumed in another directory.
     for name in "model adapter prompts out resume".split():
         path = getattr(config, name)
@@ -743,15 +746,18 @@ def parse_args(argv=None, **defaults):
 
 def check_settings(config):
     """Refuses what would waste hours in silence, or the time in which a model is loaded."""
-    least = dict.fromkeys("lr clip_range kl_coef guidance top_k seed compile".split(), 0)
-    least["group_size"] = 2
+    zeros = "lr clip_range kl_coef guidance top_k seed compile".split()  # 0 is welcome
     for name, value in vars(config).items():
-        is_number = isinstance(value, (int, float))
-        if value == "" or is_number and not least.get(name, 1e-9) <= value < math.inf:
+        is_wrong = isinstance(value, (int, float)) and not 0 <= value < math.inf  # or NaN
+        if is_wrong or (value in (0, "") and name not in zeros):
             raise BadInput(f"--{name} must not be {value!r}")
-    if config.width % 32 or config.height % 32 or config.batch_size % WORLD_SIZE:
-        raise BadInput("--width and --height must be multiples of 32, "
-                       f"and --batch_size of the number of GPUs, {WORLD_SIZE}")
+    compute_advantages([0.0] * config.group_size, config.group_size)  # or raises
+    if config.width % 32 or config.height % 32:
+        raise BadInput("--width and --height must be multiples of 32")
+    if config.batch_size % WORLD_SIZE:
+        raise BadInput(f"--batch_size must be a multiple of the number of GPUs, {WORLD_SIZE}")
+    if config.out and os.path.exists(config.out):
+        raise BadInput(f"--out {config.out}: must be a new folder")
     if config.wandb:  # a folder of that name, which it leaves behind, can be imported as well
         attempt("--wandb: first run `pip install wandb`", importlib.metadata.version, "wandb")
 

@@ -154,7 +154,7 @@ def spoil(folder, name):
         (folder / name).unlink()
 
 @pytest.mark.parametrize("name, flags, told", [
-    ("whole", "--out .", "--out must be a new folder"),
+    ("whole", "--out .", ": must be a new folder"),
     ("whole", "--width 100", "--width and --height must be multiples of 32"),
     ("empty", "", "needs two pictures or more, and has 0"), ("a.txt", "", "a.txt: [Errno 2]"),
     ("b.png", "", "b.txt: there is no picture beside it"), ("cut", "", "b.png: "),

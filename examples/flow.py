@@ -63,12 +63,9 @@ class Painter:
     def __init__(self, ar):
         self.ar = ar  # the wrapper of grpo.py: it samples tokens, and is frozen
         self.pipe = ar.pipe
-        self.config = config = ar.config
         self.policy = ar.pipe.transformer
         self.policy.enable_gradient_checkpointing()
-        # A micro-batch has one prompt: with two, the DiT would see the shorter glyphs' padding.
-        config.micro_batch_size = math.gcd(config.micro_batch_size, config.group_size)
-        self.set_schedule()
+        self.config = ar.config
 
     @classmethod
     def from_pretrained(cls, path, config):
@@ -79,6 +76,17 @@ class Painter:
             lora = grpo.LoRA(ar.policy, ar.lora_layers, rank)
             lora.load(grpo.read_adapter(AR_ADAPTER, rank))
         return cls(ar)
+
+    @property
+    def config(self):
+        return self.ar.config
+
+    @config.setter  # a trainer sets its own, which may not be those with which the model was loaded
+    def config(self, config):
+        # A micro-batch has one prompt: with two, the DiT would see the shorter glyphs' padding.
+        config.micro_batch_size = math.gcd(config.micro_batch_size, config.group_size)
+        self.ar.config = config
+        self.set_schedule()
 
     def set_schedule(self):
         """Times and sigmas as the pipeline sets them. A trap: for large images the sigmas, which
