@@ -219,7 +219,7 @@ class LoRA:
     Adam step, is 0.02. A model has one LoRA at a time; a new one takes the place of the old."""
     def __init__(self, model, layers, rank):
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
-        self.enabled = True  # if not, the model is the base model
+        self.enabled = True  # if not, the model is the reference of the KL
         self.weights = {}
         for hook in getattr(model, "lora_hooks", []):
             hook.remove()
