@@ -20,10 +20,10 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import collections, dataclasses, functools, importlib.metadata, io, json, math, os, pkgutil, re
-import shlex, sys, time, typing
+import collections, dataclasses, functools, importlib, io, json, math, os, re, sys, time, typing
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin stall on a busy CPU
 from pathlib import Path
-import diffusers, filelock, safetensors.torch, torch, transformers
+import diffusers, safetensors.torch, torch, transformers
 import numpy as np
 from PIL import Image, ImageColor, ImageOps
 from torch import nn
@@ -58,6 +58,7 @@ def flag(default, text):
 class Config:
     # What is trained, and on what
     model: str = flag(TINY_MODEL, "hub id or folder; GLM-Image itself is zai-org/GLM-Image")
+    wrapper: str | None = flag(None, "file.py:Class for another kind of model than GLM-Image")
     adapter: str | None = flag(None, "folder of LoRA weights to begin with")
     prompts: str | None = flag(None, "text file with a prompt on each line; default: prompts.txt")
     reward: str = flag("color", "color, mse or file.py:function; a weighted sum: color,my.py:f=.2")
@@ -82,12 +83,10 @@ class Config:
     guidance: float = flag(1.5, "classifier-free guidance of the DiT; 1 turns it off")
     offload: typing.Literal["auto", "on", "off"] = flag(
         "auto", "keep only one half of the model on the GPU; auto: if it has less than 60 GiB")
-    compile: bool = flag(False, "torch.compile both halves: a slow start, then faster steps")
     # The run
     out: str | None = flag(None, "new folder for the run; default: in runs/, with date and time")
-    resume: str | None = flag(None, "folder of a run to continue, with its settings")
+    resume: str | None = flag(None, "folder of a run to continue; if also its --out, it may be new")
     save_every: int = flag(10, "steps between two saves of pictures and adapters")
-    wandb: str | None = flag(None, "project of Weights & Biases that the run is logged to")
     seed: int = flag(0, "seed of everything random")
 
 # --- The maths of GRPO: pure functions of tensors -----------------------------
@@ -112,8 +111,6 @@ def sample_codes(logprobs, uniform):
 
 def compute_advantages(rewards, group_size):
     """A = (r - mean of its group) / (std of its group + 1e-6). rewards [N] -> advantages [N]."""
-    if group_size < 2:
-        raise BadInput("--group_size must be at least 2, to have something to compare")
     groups = torch.as_tensor(rewards, dtype=torch.float64).view(-1, group_size)  # [P, G]
     # A shift changes nothing, but makes equal rewards 0: their mean must be exact, because any
     # rounding error would be divided by 1e-6.
@@ -188,6 +185,8 @@ def reward_color(images, prompts, targets=None):
 
 def reward_mse(images, prompts, targets):
     """Minus the mean squared error to the target, which is resized to the image."""
+    if None in targets:
+        raise BadInput("--reward mse: every line of --prompts needs a target")
     targets = [target.resize(images[0].size) for target in targets]
     return -(pil_to_tensor(images) - pil_to_tensor(targets)).square().mean((1, 2, 3))
 
@@ -216,14 +215,13 @@ class LoRA:
     """W x becomes W x + 2 B A x, where W is frozen, B begins at 0, and 2 is alpha / rank.
     `layers` is a regex for the names of linear layers. `weights` has the adapters A [rank, in] and
     B [out, rank] of each, under peft's names. They are fp32: in bf16, 0.02 + 5e-5, a weight and an
-    Adam step, is 0.02. A model has one LoRA at a time; a new one takes the place of the old."""
+    Adam step, is 0.02."""
     def __init__(self, model, layers, rank):
+        self.model = model
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
         self.enabled = True  # if not, the model is the reference of the KL
         self.weights = {}
-        for hook in getattr(model, "lora_hooks", []):
-            hook.remove()
-        self.hooks = model.lora_hooks = []
+        self.hooks = {}  # of each linear layer
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
@@ -232,8 +230,15 @@ class LoRA:
                 B = nn.Parameter(A.new_zeros(linear.out_features, rank))
                 self.weights[f"base_model.model.{name}.lora_A.weight"] = A
                 self.weights[f"base_model.model.{name}.lora_B.weight"] = B
-                hook = functools.partial(self.add_low_rank, A, B)
-                self.hooks.append(linear.register_forward_hook(hook))
+                self.hooks[linear] = functools.partial(self.add_low_rank, A, B)
+        self.attach()
+
+    def attach(self):
+        """A model has one LoRA at a time: this one takes the place of another trainer's."""
+        for handle in getattr(self.model, "lora_handles", []):
+            handle.remove()
+        self.model.lora_handles = [linear.register_forward_hook(hook)
+                                   for linear, hook in self.hooks.items()]
 
     def add_low_rank(self, A, B, linear, inputs, output):
         if self.enabled:
@@ -249,26 +254,20 @@ class LoRA:
         write_file(folder / "adapter_model.safetensors", safetensors.torch.save(self.weights))
 
     def load(self, saved):
-        if saved.keys() != self.weights.keys():
-            raise BadInput("the adapter's layers are not those of the model")
         for name, weight in self.weights.items():
-            new = saved[name]
-            if new.shape != weight.shape or not new.is_floating_point() or not new.isfinite().all():
+            if saved[name].shape != weight.shape or not saved[name].isfinite().all():
                 raise BadInput(f"the adapter's {name} has another shape, or is not finite")
-            weight.data.copy_(new)
+            weight.data.copy_(saved[name])
 
-# Settings that make another adapter than plain LoRA. PiSSA and others change the base model, too.
-ODD = r"use_|alora|layer_re|(?!runtime)\w+_(config|pattern)=|init_lora_weights=(?!True|gaus|orth)"
-
-def read_adapter(folder, rank):
-    """The weights of a peft adapter, which must be a plain LoRA of this rank, alpha = 2 * rank."""
-    what = f"--adapter {folder}"
-    config = attempt(what, read_json, Path(folder, "adapter_config.json"))
-    plain = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank)
-    odd = [name for name, value in config.items() if value and re.match(ODD, f"{name}={value}")]
-    if odd or config | plain != config:
-        raise BadInput(f"{what}: must be plain LoRA, with {plain} and without {odd}")
-    return attempt(what, safetensors.torch.load_file, Path(folder, "adapter_model.safetensors"))
+    def load_folder(self, folder):
+        """Reads what `save` wrote. Other programs' adapters may scale or add otherwise."""
+        what = f"--adapter {folder}"
+        saved = attempt(what, read_json, folder / "adapter_config.json")
+        saved.pop("base_model_name_or_path", None)
+        if saved != self.config:
+            raise BadInput(f"{what}: must be of this program, with {self.config}, and has {saved}")
+        file = folder / "adapter_model.safetensors"
+        self.load(attempt(what, safetensors.torch.load_file, file))
 
 # --- What the trainer asks of a model -----------------------------------------
 class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed")):
@@ -280,7 +279,9 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
     def part(self, rows):
         return Rollout(*[None if value is None else value[rows] for value in self])
 
-# To train another model, write a wrapper for it; examples/toy.py has a small one. It needs
+# To train another kind of model, write a wrapper, and name it: `--wrapper mine.py:MyModel`. The
+# trainer gives it its own settings, as `config`. examples/toy.py is a small one. It needs
+#   from_pretrained(path, config)  a class method: the --model -> a wrapper
 #   policy       a frozen nn.Module; the trainer adds LoRA to it, and trains nothing else
 #   lora_layers  a regex for the names of its linear layers that get LoRA
 #   encode(prompts)  raises an error if the model cannot read one; its result is not used
@@ -289,7 +290,9 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #   decode(prompts, tokens, seeds)  step 2: P prompts and seeds, tokens of N samples -> N PIL images
 #   compute_logprobs(rollout)  scores the rollout's tokens under the current policy -> log-probs
 #       with a gradient, entropies without, both [B, T] and on DEVICE
-# The trainer gives it its own settings, as `config`.
+# and it may have
+#   defaults     a dict of its own defaults for the flags, such as model, width and height
+#   load_prompts(path)  a static method, in the place of the function below
 
 # --- The trainer --------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
@@ -307,49 +310,55 @@ class GRPOTrainer:
     """Trains the policy of a wrapper. rewards: {name: (function, weight)}; targets: paths of
     pictures to imitate, or None."""
     def __init__(self, config, wrapper, prompts, rewards, targets=None):
-        self.config = wrapper.config = config  # the wrapper may have been made with others
+        self.config = config
         self.wrapper = wrapper
         self.prompts = prompts
         self.rewards = rewards
         self.targets = targets or [None] * len(prompts)
+        config.reward = name_rewards(rewards, config.reward)
         self.history = []  # one row a step
         new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.out = Path(config.resume or config.out or new).absolute()
-        self.checkpoint = self.out / "checkpoint.pt"
-        for prompt in prompts:  # a processor fails for an <|image|> in a prompt
+        for prompt in prompts:
+            if not re.fullmatch(r"[^#\s]([^\t\r\n]*\S)?", prompt):  # prompts.txt would not hold it
+                raise BadInput(f"--prompts: must be a line of text without tabs: {prompt!r}")
+            # A processor fails for an <|image|> in a prompt.
             attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
-        if config.adapter and not self.checkpoint.exists():
-            self.lora.load(read_adapter(config.adapter, config.lora_rank))
-        self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
+        if config.adapter and not (self.out / "checkpoint.pt").exists():
+            self.lora.load_folder(Path(config.adapter))
+        self.optimizer = attempt("--wrapper: do its lora_layers match any?", torch.optim.AdamW,
+                                 self.lora.weights.values(), config.lr, weight_decay=0.0)
         if RANK == 0:  # only one process writes
             # This fails if the folder exists, so that two runs never share one.
             attempt("--out", self.out.mkdir, parents=True, exist_ok=bool(config.resume))
-            self.lock = filelock.FileLock(self.out / ".lock", timeout=0, is_singleton=True)
-            attempt("--resume: another process trains in this folder", self.lock.acquire)
-            if config.wandb:
-                self.wandb = importlib.import_module("wandb")
-                self.wandb.init(project=config.wandb, name=self.out.name, dir=self.out,
-                                config=vars(config))
 
     def start(self):
-        """Goes on from the last checkpoint, if there is one."""
-        config = self.config
-        if self.lora.hooks is not self.wrapper.policy.lora_hooks:
-            raise BadInput("another trainer has taken over this model; make a new one")
+        """Takes over the model, and goes on from the last checkpoint, if there is one."""
+        self.wrapper.config = config = self.config
+        self.lora.attach()
+        path = self.out / "checkpoint.pt"
         # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
-        if self.checkpoint.exists() or (self.out / "metrics.jsonl").exists():
+        if path.exists() or (self.out / "metrics.jsonl").exists():
             # With `weights_only` the file cannot run code.
-            state = attempt(self.checkpoint, torch.load, self.checkpoint, "cpu", weights_only=True)
+            state = attempt(path, torch.load, path, "cpu", weights_only=True)
             self.history = state["history"]
+            if state["trainer"] != type(self).__name__ or len(self.history) > config.steps:
+                raise BadInput(f"--resume: {self.out} is a run of {state['trainer']}, at step "
+                               f"{len(self.history)}; --steps is {config.steps}")
             self.lora.load(state["adapter"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.optimizer.param_groups[0]["lr"] = config.lr  # it may be typed anew
-        if RANK == 0:
-            settings = json.dumps(vars(config) | dict(out=None, resume=None), indent=4)
-            write_file(self.out / "config.json", settings.encode())
-            print(f"model: {config.model} on {DEVICE} (the large one: --model zai-org/GLM-Image)\n"
+        os.environ["RUN"] = str(self.out)  # for rewards that keep files
+        if RANK == 0:  # all that is needed to go on, and to know what was trained
+            settings = vars(config) | dict(out=None, resume=None, prompts=None)
+            write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
+            lines = [f"{prompt}\t{os.path.abspath(target)}\n" if target else f"{prompt}\n"
+                     for prompt, target in zip(self.prompts, self.targets)]
+            write_file(self.out / "prompts.txt", "".join(lines).encode())
+            hint = " (the large one: --model zai-org/GLM-Image)" * (config.model == TINY_MODEL)
+            print(f"model: {config.model} on {DEVICE}{hint}\n"
                   f"files: {self.out}, at step {len(self.history)} of {config.steps}", flush=True)
             if not self.history:
                 self.save(0)  # pictures before training
@@ -364,6 +373,8 @@ class GRPOTrainer:
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
             # 1. Sample.
             rollout = self.wrapper.sample(prompts, config.group_size, seeds)
+            if rollout.prompts != np.repeat(prompts, config.group_size).tolist():
+                raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1")
             # 2. Decode.
             images = self.wrapper.decode(prompts, rollout.tokens, seeds)
             # 3. Score.
@@ -444,17 +455,15 @@ class GRPOTrainer:
             lines = "".join([json.dumps(each) + "\n" for each in self.history])
             lines = re.sub(": (NaN|-?Infinity)", ": null", lines)  # JSON has no NaN
             write_file(self.out / "metrics.jsonl", lines.encode())
-            if self.config.wandb:
-                self.wandb.log(row, step=step)
 
     def save(self, step):
         """There is a checkpoint after every step, so that a failure costs at most one."""
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
         file = io.BytesIO()
-        torch.save(dict(history=self.history, adapter=self.lora.weights,
-                        optimizer=self.optimizer.state_dict()), file)
-        write_file(self.checkpoint, file.getbuffer())
+        torch.save(dict(trainer=type(self).__name__, history=self.history,
+                        adapter=self.lora.weights, optimizer=self.optimizer.state_dict()), file)
+        write_file(self.out / "checkpoint.pt", file.getbuffer())
 
     def save_samples(self, step):
         """Pictures of the first prompts, always from the same seeds, and the adapter they show."""
@@ -465,17 +474,12 @@ class GRPOTrainer:
         sheet = diffusers.utils.make_image_grid(images, 1, len(prompts))
         attempt(self.out, sheet.save, self.out / f"samples_{step:05d}.png")
         self.lora.save(self.out / f"adapter_{step:05d}", self.config.model)
-        if self.config.wandb:
-            self.wandb.log({"samples": self.wandb.Image(sheet)}, step=step)
 
 def write_file(path, data):
     """Bytes are written under another name first, so that a kill or a full disk spares the file."""
     partial = path.with_name(f"{path.name}.part")
-    try:
-        attempt(path, partial.write_bytes, data)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    attempt(path, partial.write_bytes, data)
+    partial.replace(path)
 
 # --- GLM-Image, the machine room: two halves that take turns on a GPU ---------
 def fetch_tables(rope, inputs, tables):
@@ -506,11 +510,6 @@ class TwoHalves:
         pipe.set_progress_bar_config(leave=False, disable=None)  # shown in a terminal only
         pipe.vae.enable_slicing()  # four images at 1024 pixels take 28 GiB
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
-        if config.compile:
-            # The policy's layers know their numbers, so one by one each would be compiled anew, and
-            # PyTorch gives up after eight variants. As a whole it has four, if sizes may differ.
-            policy.model.language_model.compile(dynamic=True)
-            pipe.transformer.compile_repeated_blocks()
         self.offload = config.offload == "on" or (config.offload == "auto" and 0 < GPU_GIB < 60)
         both.to("cpu" if self.offload else DEVICE)
         self.cpu_copies = [(weight, weight.data) for weight in both.parameters() if self.offload]
@@ -646,9 +645,7 @@ class GLMImageWrapper(TwoHalves):
                     num_inference_steps=config.decode_steps, **pipe_inputs).images
         return images
 
-# --- Prompts and rewards that the user brings ---------------------------------
-ODD_LINE = r"""[\0-\x08\x0e-\x1b]|^\s*\ufeff|^\s*[{\[]\s*(['"]|$)"""  # not of a text, or of JSON
-
+# --- What the user brings: prompts, rewards, wrappers --------------------------
 def load_prompts(path):
     """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, paths of targets or None.
     Lines end at \\n, \\r\\n or \\r only; `str.splitlines` would also cut inside of a prompt."""
@@ -660,7 +657,7 @@ def load_prompts(path):
         if prompt.startswith("#") or not line.strip():
             continue
         where = f"--prompts {path}, line {number}"
-        if not prompt or len(target) > 1 or re.search(ODD_LINE, line):
+        if not prompt or len(target) > 1:
             raise BadInput(f"{where}: must be a prompt or a prompt, a tab and a path: {line!r:.99}")
         prompts.append(prompt)
         targets.append(path.parent / target[0] if target else None)
@@ -670,74 +667,84 @@ def load_prompts(path):
         raise BadInput(f"--prompts {path}: must be a .txt file with a prompt on each line")
     return prompts, targets
 
-reward_folders = set()
-
-def import_file(path):
-    """Imports a file as a module under its own name, so that it can import its neighbours, and
-    processes that it starts find its functions. Other modules must not have the same names."""
+def import_name(text):
+    """file.py:name -> what has this name in the file, which is imported as a module: it can import
+    its neighbours, and processes that it starts find its functions."""
+    path, _, name = text.rpartition(":")
     path = Path(path).resolve()
-    if not path.is_file() or path.suffix != ".py":
-        raise BadInput(f"--reward: {path} is not a Python file")
-    loaded = sys.modules.get(path.stem)
-    if loaded and getattr(loaded, "__file__", None) != str(path):
-        raise BadInput(f"--reward: {path} has the name of {loaded}; rename it")
-    reward_folders.add(str(path.parent))
+    if not path.is_file() or not re.fullmatch(r"[^.]+\.py", path.name):
+        raise BadInput(f"{text}: must be file.py:name, and there is no such file")
     sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    exec(compile(path.read_bytes(), path, "exec"), vars(module))  # never from stale bytecode
-    return module
+    try:
+        module = importlib.import_module(path.stem)
+    except SystemExit as error:
+        raise BadInput(f"{path}: ends the program when it is imported") from error
+    found = getattr(module, name, None)
+    if getattr(module, "__file__", None) != str(path) or not callable(found):
+        raise BadInput(f"{text}: no such function or class in {module}, which is what was imported")
+    return found
+
+def load_wrapper(text):
+    """file.py:Class, or None for GLM-Image -> the class."""
+    return import_name(text) if text else GLMImageWrapper
 
 def load_rewards(text):
     """Text such as color=1,mine.py:sharp=.2 -> {name: (function, weight)}; no weight means 1."""
     rewards = {}
-    import_once = functools.cache(import_file)  # once for all rewards of a file
     for part in text.split(","):
         path, _, rest = part.strip().rpartition(":")
         name, equals, weight = [word.strip() for word in rest.partition("=")]
-        function = getattr(import_once(path), name, None) if path else REWARDS.get(name)
-        if not callable(function) or name in rewards:
-            raise BadInput(f"--reward {part}: no such function (color, mse or file.py:function), "
-                           "or a name twice, or a comma in a path")
+        if name in rewards or (not path and name not in REWARDS):
+            raise BadInput(f"--reward {part}: no such function, or a name twice, or a comma in a "
+                           "path; must be color, mse or file.py:function")
+        function = import_name(f"{path}:{name}") if path else REWARDS[name]
         rewards[name] = function, attempt(f"--reward {part}", float, weight if equals else 1)
     return rewards
 
+def name_rewards(rewards, text):
+    """-> `text`, if it names these rewards. Functions of a notebook are saved by name, as `name()`,
+    so that no command goes on with other rewards in their place."""
+    try:
+        known = load_rewards(text)
+    except BadInput:
+        known = None
+    names = ",".join([f"{name}()={weight}" for name, (_, weight) in rewards.items()])
+    return text if rewards in ({}, known) else names
+
 def try_rewards(rewards, prompts, targets, config):
     """Finds mistakes before a model is loaded: calls the rewards for gray images of 8 prompts."""
-    functions = [function for function, _ in rewards.values()]
-    if reward_mse in functions and None in targets:
-        raise BadInput("--reward mse: every line of --prompts needs a target")
-    if reward_color in functions:
-        for prompt in prompts:
-            find_color(prompt)  # or raises
-    rows = np.arange(len(prompts))[:8].repeat(config.group_size)
+    prompts = [prompt for prompt in prompts[:8] for _ in range(config.group_size)]
+    targets = [target for target in targets[:8] for _ in range(config.group_size)]
     size = (config.width, config.height)
-    grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(rows))]
-    compute_rewards(grays, [prompts[i] for i in rows], [targets[i] for i in rows], rewards)
-    # If two folders of rewards have a module of the same name, one is taken for the other.
-    names = [module.name for folder in reward_folders for module in pkgutil.iter_modules([folder])]
-    for name in names:
-        if names.count(name) > 1 and name in sys.modules:
-            raise BadInput(f"--reward: two of {reward_folders} have a {name}; rename one")
+    grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(prompts))]
+    compute_rewards(grays, prompts, targets, rewards)
 
 # --- The command line ---------------------------------------------------------
 def parse_args(argv=None, **defaults):
-    """-> Config. A setting may come from four places; each overrides those before it:
-      1. Config  2. `defaults`  3. config.json of the run to resume, or else grpo.json in the
-      folder of the model  4. what is typed"""
+    """-> Config. A setting may come from five places, and each overrides those before it: Config,
+    `defaults`, those of the wrapper, the model's grpo.json, what is typed. A run that is resumed
+    brings its own settings in the place of the two in the middle."""
     parser = transformers.HfArgumentParser(Config, allow_abbrev=False, usage="%(prog)s [flags]")
     parser.set_defaults(**defaults)
-    typed = parser.parse_args(argv)  # to learn --resume, --model
-    path = Path(typed.resume, "config.json") if typed.resume else Path(typed.model, "grpo.json")
-    if typed.resume or path.is_file():
-        parser.set_defaults(**attempt(path, read_json, path))
-    config = attempt(path, Config, **vars(parser.parse_args(argv)))  # it may have unknown settings
-    if config.resume and (config.out or typed.adapter):
-        raise BadInput("--resume: a run keeps its folder and its weights, without --out, --adapter")
+    typed = parser.parse_args(argv)
+    run = Path(typed.resume or "")
+    same = typed.out == typed.resume  # a command that a job can repeat: it begins or goes on
+    saved = {}
+    if typed.resume and not (same and not (run / "config.json").exists()):
+        saved = attempt("--resume", read_json, run / "config.json")
+        parser.set_defaults(**saved | dict(prompts=str(run / "prompts.txt")))
+    else:
+        parser.set_defaults(**getattr(load_wrapper(typed.wrapper), "defaults", {}))
+        own = Path(parser.parse_args(argv).model, "grpo.json")
+        parser.set_defaults(**attempt(own, read_json, own) if own.is_file() else {})
+    config = attempt("settings", Config, **vars(parser.parse_args(argv)))  # some may be unknown
+    kept = config.batch_size == saved.get("batch_size", config.batch_size)
+    if typed.resume and not (kept and (same or not (typed.out or typed.adapter))):
+        raise BadInput("--resume: a run keeps its --out, --adapter and --batch_size")
     # Paths are saved with the run, which may be resumed in another directory.
-    for name in "model adapter prompts out resume".split():
+    for name in "model adapter wrapper out resume".split():
         path = getattr(config, name)
-        if path and (name == "out" or os.path.exists(path)):
+        if path and (name == "out" or os.path.exists(path.rpartition(":")[0] or path)):
             setattr(config, name, os.path.abspath(path))
     parts = [part.strip() for part in config.reward.split(",")]
     config.reward = ",".join([os.path.abspath(part) if ":" in part else part for part in parts])
@@ -746,42 +753,42 @@ def parse_args(argv=None, **defaults):
 
 def check_settings(config):
     """Refuses what would waste hours in silence, or the time in which a model is loaded."""
-    zeros = "lr clip_range kl_coef guidance top_k seed compile".split()  # 0 is welcome
+    may_be_0 = "lr clip_range kl_coef guidance top_k seed".split()
     for name, value in vars(config).items():
-        is_wrong = isinstance(value, (int, float)) and not 0 <= value < math.inf  # or NaN
-        if is_wrong or (value in (0, "") and name not in zeros):
+        limit = 1 if name == "top_p" else 2**40
+        is_wrong = isinstance(value, (int, float)) and not 0 <= value <= limit  # or NaN
+        if is_wrong or (value in (0, "") and name not in may_be_0):
             raise BadInput(f"--{name} must not be {value!r}")
-    compute_advantages([0.0] * config.group_size, config.group_size)  # or raises
+    if config.group_size < 2:
+        raise BadInput("--group_size must be at least 2, to have something to compare")
     if config.width % 32 or config.height % 32:
         raise BadInput("--width and --height must be multiples of 32")
     if config.batch_size % WORLD_SIZE:
         raise BadInput(f"--batch_size must be a multiple of the number of GPUs, {WORLD_SIZE}")
-    if config.out and os.path.exists(config.out):
-        raise BadInput(f"--out {config.out}: must be a new folder")
-    if config.wandb:  # a folder of that name, which it leaves behind, can be imported as well
-        attempt("--wandb: first run `pip install wandb`", importlib.metadata.version, "wandb")
+    if config.out and not config.resume and os.path.exists(config.out):
+        raise BadInput(f"--out {config.out}: must be a new folder; --resume continues a run")
 
-def main(argv=None, load_model=GLMImageWrapper.from_pretrained,
-         load_prompts=load_prompts, load_rewards=load_rewards, **defaults):
-    """What follows `argv` is for programs that train other models: examples/toy.py, edit.py."""
+def main(argv=None, **defaults):
+    """`defaults` are for programs with settings of their own, such as examples/toy.py."""
     if CUDA:
         torch.cuda.set_device(DEVICE)
     else:
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more are hardly faster here
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
+    how = ""
     try:
         config = parse_args(argv, **defaults)
-        prompts, targets = load_prompts(config.prompts)
+        Wrapper = load_wrapper(config.wrapper)
+        prompts, targets = getattr(Wrapper, "load_prompts", load_prompts)(config.prompts)
         rewards = load_rewards(config.reward)
         try_rewards(rewards, prompts, targets, config)
-        wrapper = load_model(config.model, config)
+        wrapper = Wrapper.from_pretrained(config.model, config)
         trainer = GRPOTrainer(config, wrapper, prompts, rewards, targets)
-        try:
-            trainer.train()
-        except KeyboardInterrupt:
-            folder = shlex.quote(str(trainer.out))
-            sys.exit(f"\nStopped. To go on: python {sys.argv[0]} --resume {folder}")
+        how = f" To go on: python grpo.py --resume '{trainer.out}'"
+        trainer.train()
+    except KeyboardInterrupt:
+        sys.exit(f"\nStopped.{how}" if RANK == 0 else 1)
     except BadInput as error:  # on one line
         print(f"{Path(sys.argv[0]).name}: error:", *str(error).split(), file=sys.stderr)
         sys.exit(2)
