@@ -20,7 +20,7 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import collections, dataclasses, functools, importlib, io, json, math, os, re, sys, time, typing
+import collections, dataclasses, importlib, io, json, math, os, re, sys, time, typing
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin stall on a busy CPU
 from pathlib import Path
 import diffusers, safetensors.torch, torch, transformers
@@ -32,7 +32,6 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these variabl
 RANK = int(os.environ.get("RANK", 0)) % WORLD_SIZE  # one process alone is the first
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if CUDA else "cpu")
-GPU_GIB = torch.cuda.get_device_properties(DEVICE).total_memory / 2**30 if CUDA else 0
 
 class BadInput(ValueError):
     """Something that the user gave is wrong. `main` prints the message on one line."""
@@ -43,9 +42,6 @@ def attempt(what, function, *args, **kwargs):
         return function(*args, **kwargs)
     except Exception as error:
         raise BadInput(f"{what}: {str(error) or repr(error)}") from error
-
-def read_json(path):
-    return dict(json.loads(Path(path).read_bytes()))
 
 # --- Settings -----------------------------------------------------------------
 # Each field is a flag: `python grpo.py --group-size 8`, or --group_size.
@@ -204,7 +200,7 @@ def compute_rewards(images, prompts, targets, rewards):
         wrong = f"--reward {name}: must give {len(images)} finite numbers and gave {values!r:.200}"
         scores = attempt(wrong, torch.as_tensor, values, dtype=torch.float64, device="cpu")
         if scores.shape != total.shape or not (weight * scores).isfinite().all():
-            raise BadInput(f"{wrong} of shape {[*scores.shape]}")
+            raise BadInput(wrong)
         metrics[f"reward/{name}"] = scores.mean().item()
         total += weight * scores
     metrics["reward"] = total.mean().item()
@@ -221,7 +217,7 @@ class LoRA:
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
         self.enabled = True  # if not, the model is the reference of the KL
         self.weights = {}
-        self.hooks = {}  # of each linear layer
+        self.pairs = {}  # A and B of each linear layer
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
@@ -230,18 +226,19 @@ class LoRA:
                 B = nn.Parameter(A.new_zeros(linear.out_features, rank))
                 self.weights[f"base_model.model.{name}.lora_A.weight"] = A
                 self.weights[f"base_model.model.{name}.lora_B.weight"] = B
-                self.hooks[linear] = functools.partial(self.add_low_rank, A, B)
+                self.pairs[linear] = A, B
         self.attach()
 
     def attach(self):
         """A model has one LoRA at a time: this one takes the place of another trainer's."""
         for handle in getattr(self.model, "lora_handles", []):
             handle.remove()
-        self.model.lora_handles = [linear.register_forward_hook(hook)
-                                   for linear, hook in self.hooks.items()]
+        self.model.lora_handles = [linear.register_forward_hook(self.add_low_rank)
+                                   for linear in self.pairs]
 
-    def add_low_rank(self, A, B, linear, inputs, output):
+    def add_low_rank(self, linear, inputs, output):
         if self.enabled:
+            A, B = self.pairs[linear]
             rows = inputs[0].flatten(0, -2)
             low = rows @ A.to(output).T
             output.view(len(rows), -1).addmm_(low, B.to(output).T, alpha=2)  # in place
@@ -261,13 +258,11 @@ class LoRA:
 
     def load_folder(self, folder):
         """Reads what `save` wrote. Other programs' adapters may scale or add otherwise."""
-        what = f"--adapter {folder}"
-        saved = attempt(what, read_json, folder / "adapter_config.json")
+        saved = json.loads((folder / "adapter_config.json").read_bytes())
         saved.pop("base_model_name_or_path", None)
         if saved != self.config:
-            raise BadInput(f"{what}: must be of this program, with {self.config}, and has {saved}")
-        file = folder / "adapter_model.safetensors"
-        self.load(attempt(what, safetensors.torch.load_file, file))
+            raise BadInput(f"must be of this program, with {self.config}, and has {saved}")
+        self.load(safetensors.torch.load_file(folder / "adapter_model.safetensors"))
 
 # --- What the trainer asks of a model -----------------------------------------
 class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed")):
@@ -281,7 +276,7 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 
 # To train another kind of model, write a wrapper, and name it: `--wrapper mine.py:MyModel`. The
 # trainer gives it its own settings, as `config`. examples/toy.py is a small one. It needs
-#   from_pretrained(path, config)  a class method: the --model -> a wrapper
+#   from_pretrained(path, config)  a class method: --model -> a wrapper
 #   policy       a frozen nn.Module; the trainer adds LoRA to it, and trains nothing else
 #   lora_layers  a regex for the names of its linear layers that get LoRA
 #   encode(prompts)  raises an error if the model cannot read one; its result is not used
@@ -290,9 +285,8 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #   decode(prompts, tokens, seeds)  step 2: P prompts and seeds, tokens of N samples -> N PIL images
 #   compute_logprobs(rollout)  scores the rollout's tokens under the current policy -> log-probs
 #       with a gradient, entropies without, both [B, T] and on DEVICE
-# and it may have
-#   defaults     a dict of its own defaults for the flags, such as model, width and height
-#   load_prompts(path)  a static method, in the place of the function below
+# It may have `defaults`, a dict of its own defaults for the flags, and a static method
+# `load_prompts(path)`, in the place of the function below.
 
 # --- The trainer --------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
@@ -307,31 +301,30 @@ def choose_prompts(step, num_prompts, config):
     return indices, [1_000_000 * (config.seed + 1) + count for count in counts]
 
 class GRPOTrainer:
-    """Trains the policy of a wrapper. rewards: {name: (function, weight)}; targets: paths of
-    pictures to imitate, or None."""
-    def __init__(self, config, wrapper, prompts, rewards, targets=None):
+    """Trains the policy of a wrapper. rewards: {name: (function, weight)}, or None for those that
+    config.reward names; targets: paths of pictures to imitate, or None."""
+    def __init__(self, config, wrapper, prompts, rewards=None, targets=None):
         self.config = config
         self.wrapper = wrapper
         self.prompts = prompts
-        self.rewards = rewards
+        self.rewards = load_rewards(config.reward) if rewards is None else rewards
         self.targets = targets or [None] * len(prompts)
-        config.reward = name_rewards(rewards, config.reward)
+        if rewards is not None:  # no command can load a notebook's functions: it refuses such names
+            config.reward = ",".join(f"{name}()" for name in rewards)
         self.history = []  # one row a step
         new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.out = Path(config.resume or config.out or new).absolute()
         for prompt in prompts:
             if not re.fullmatch(r"[^#\s]([^\t\r\n]*\S)?", prompt):  # prompts.txt would not hold it
                 raise BadInput(f"--prompts: must be a line of text without tabs: {prompt!r}")
-            # A processor fails for an <|image|> in a prompt.
             attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
         if config.adapter and not (self.out / "checkpoint.pt").exists():
-            self.lora.load_folder(Path(config.adapter))
+            attempt("--adapter", self.lora.load_folder, Path(config.adapter))
         self.optimizer = attempt("--wrapper: do its lora_layers match any?", torch.optim.AdamW,
                                  self.lora.weights.values(), config.lr, weight_decay=0.0)
-        if RANK == 0:  # only one process writes
-            # This fails if the folder exists, so that two runs never share one.
+        if RANK == 0:  # only one process writes, and two runs never share a folder
             attempt("--out", self.out.mkdir, parents=True, exist_ok=bool(config.resume))
 
     def start(self):
@@ -341,18 +334,16 @@ class GRPOTrainer:
         path = self.out / "checkpoint.pt"
         # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
         if path.exists() or (self.out / "metrics.jsonl").exists():
-            # With `weights_only` the file cannot run code.
-            state = attempt(path, torch.load, path, "cpu", weights_only=True)
+            state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
             self.history = state["history"]
             if state["trainer"] != type(self).__name__ or len(self.history) > config.steps:
-                raise BadInput(f"--resume: {self.out} is a run of {state['trainer']}, at step "
-                               f"{len(self.history)}; --steps is {config.steps}")
+                raise BadInput(f"--resume {path}: {len(self.history)} steps of {state['trainer']}")
             self.lora.load(state["adapter"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.optimizer.param_groups[0]["lr"] = config.lr  # it may be typed anew
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
         if RANK == 0:  # all that is needed to go on, and to know what was trained
-            settings = vars(config) | dict(out=None, resume=None, prompts=None)
+            settings = vars(config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
             lines = [f"{prompt}\t{os.path.abspath(target)}\n" if target else f"{prompt}\n"
                      for prompt, target in zip(self.prompts, self.targets)]
@@ -452,7 +443,7 @@ class GRPOTrainer:
         names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
         if RANK == 0:
             print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row], flush=True)
-            lines = "".join([json.dumps(each) + "\n" for each in self.history])
+            lines = "".join(json.dumps(each) + "\n" for each in self.history)
             lines = re.sub(": (NaN|-?Infinity)", ": null", lines)  # JSON has no NaN
             write_file(self.out / "metrics.jsonl", lines.encode())
 
@@ -482,9 +473,6 @@ def write_file(path, data):
     partial.replace(path)
 
 # --- GLM-Image, the machine room: two halves that take turns on a GPU ---------
-def fetch_tables(rope, inputs, tables):
-    return tuple([table.to(DEVICE) for table in tables])
-
 class TwoHalves:
     """The AR half and the DiT half of a `GlmImagePipeline`, made fast and small. A first reader can
     skip this: it changes no number but by rounding. GLMImageWrapper takes `pipe`, `config` and
@@ -499,18 +487,14 @@ class TwoHalves:
         # A layer's activations are not kept but computed again in the backward pass. For that,
         # `transformers` wants training mode. There is no dropout.
         policy.activation_checkpointing_enable()
-        # PyTorch's RMSNorm is one kernel where that of `transformers` is eight.
-        for name, norm in self.ar.named_modules():
-            if hasattr(norm, "variance_epsilon"):
-                fused = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)
-                fused.weight = norm.weight
-                self.ar.set_submodule(name, fused)
         # The DiT makes its rotary tables on the CPU, from where each layer would fetch them.
-        pipe.transformer.rope.register_forward_hook(fetch_tables)
+        pipe.transformer.rope.register_forward_hook(
+            lambda rope, inputs, tables: tuple(table.to(DEVICE) for table in tables))
         pipe.set_progress_bar_config(leave=False, disable=None)  # shown in a terminal only
         pipe.vae.enable_slicing()  # four images at 1024 pixels take 28 GiB
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
-        self.offload = config.offload == "on" or (config.offload == "auto" and 0 < GPU_GIB < 60)
+        is_small = CUDA and torch.cuda.get_device_properties(DEVICE).total_memory < 60 * 2**30
+        self.offload = config.offload == "on" or (config.offload == "auto" and is_small)
         both.to("cpu" if self.offload else DEVICE)
         self.cpu_copies = [(weight, weight.data) for weight in both.parameters() if self.offload]
         self.on_gpu = None  # ar or dit
@@ -597,14 +581,14 @@ class GLMImageWrapper(TwoHalves):
         uniform = [torch.rand(group_size, T, generator=rng, dtype=torch.float32) for rng in rngs]
         uniform = torch.cat(uniform).to(DEVICE)  # [N, T]
         # Fast kernels want a multiple of 8.
-        cache = transformers.StaticCache(self.policy.config, -(-(L + T) // 8) * 8)
+        cache = transformers.StaticCache(self.policy.config, (L + T + 7) // 8 * 8)
         # Without flags, codes are drawn as `generate` draws them, where top-k is 50 by default.
         own = self.policy.generation_config
         top_k = [k for k in (self.config.top_k, own.top_k, 50) if k is not None][0] or 10**6
         keep_k = transformers.TopKLogitsWarper(top_k)
         keep_p = transformers.TopPLogitsWarper(self.config.top_p or own.top_p or 1.0)
         # Pass 0 reads the prompts into the cache, pass i the codes drawn in pass i - 1.
-        places = position_ids.split([L] + [1] * T, dim=2)
+        places = position_ids.split([L] + [1] * T, 2)
         columns = []
         for i in self.pipe.progress_bar(range(T)):
             logits = self.forward(ids, mask, places[i], 1, cache)[:, 0]
@@ -663,7 +647,7 @@ def load_prompts(path):
         targets.append(path.parent / target[0] if target else None)
         if target:
             attempt(where, open_image, targets[-1])
-    if not prompts or path.suffix.lower() not in ("", ".txt"):
+    if not prompts or path.suffix not in ("", ".txt"):
         raise BadInput(f"--prompts {path}: must be a .txt file with a prompt on each line")
     return prompts, targets
 
@@ -672,13 +656,11 @@ def import_name(text):
     its neighbours, and processes that it starts find its functions."""
     path, _, name = text.rpartition(":")
     path = Path(path).resolve()
-    if not path.is_file() or not re.fullmatch(r"[^.]+\.py", path.name):
-        raise BadInput(f"{text}: must be file.py:name, and there is no such file")
     sys.path.insert(0, str(path.parent))
     try:
         module = importlib.import_module(path.stem)
-    except SystemExit as error:
-        raise BadInput(f"{path}: ends the program when it is imported") from error
+    except (ImportError, SystemExit) as error:  # the latter of a script that parses its arguments
+        raise BadInput(f"{text}: importing this file ended with {error!r}") from error
     found = getattr(module, name, None)
     if getattr(module, "__file__", None) != str(path) or not callable(found):
         raise BadInput(f"{text}: no such function or class in {module}, which is what was imported")
@@ -694,52 +676,41 @@ def load_rewards(text):
     for part in text.split(","):
         path, _, rest = part.strip().rpartition(":")
         name, equals, weight = [word.strip() for word in rest.partition("=")]
-        if name in rewards or (not path and name not in REWARDS):
-            raise BadInput(f"--reward {part}: no such function, or a name twice, or a comma in a "
-                           "path; must be color, mse or file.py:function")
-        function = import_name(f"{path}:{name}") if path else REWARDS[name]
+        function = import_name(f"{path}:{name}") if path else REWARDS.get(name)
+        if not function or name in rewards:
+            raise BadInput(f"--reward {part}: no such function, or a name twice, or a comma in it")
         rewards[name] = function, attempt(f"--reward {part}", float, weight if equals else 1)
     return rewards
 
-def name_rewards(rewards, text):
-    """-> `text`, if it names these rewards. Functions of a notebook are saved by name, as `name()`,
-    so that no command goes on with other rewards in their place."""
-    try:
-        known = load_rewards(text)
-    except BadInput:
-        known = None
-    names = ",".join([f"{name}()={weight}" for name, (_, weight) in rewards.items()])
-    return text if rewards in ({}, known) else names
-
 def try_rewards(rewards, prompts, targets, config):
     """Finds mistakes before a model is loaded: calls the rewards for gray images of 8 prompts."""
-    prompts = [prompt for prompt in prompts[:8] for _ in range(config.group_size)]
-    targets = [target for target in targets[:8] for _ in range(config.group_size)]
-    size = (config.width, config.height)
-    grays = [Image.new("RGB", size, (i % 256,) * 3) for i in range(len(prompts))]
-    compute_rewards(grays, prompts, targets, rewards)
+    rows = [row for row in zip(prompts[:8], targets) for _ in range(config.group_size)]
+    grays = [Image.new("RGB", (config.width, config.height), (i % 256,) * 3)
+             for i in range(len(rows))]
+    compute_rewards(grays, *zip(*rows), rewards)
 
 # --- The command line ---------------------------------------------------------
 def parse_args(argv=None, **defaults):
-    """-> Config. A setting may come from five places, and each overrides those before it: Config,
-    `defaults`, those of the wrapper, the model's grpo.json, what is typed. A run that is resumed
-    brings its own settings in the place of the two in the middle."""
+    """-> Config. A setting may come from five places; each overrides those before it:
+      1. Config  2. `defaults`  3. the wrapper's `defaults`  4. grpo.json in the model's folder
+      5. what is typed. A run that is resumed has its config.json in the place of 3 and 4."""
     parser = transformers.HfArgumentParser(Config, allow_abbrev=False, usage="%(prog)s [flags]")
     parser.set_defaults(**defaults)
     typed = parser.parse_args(argv)
     run = Path(typed.resume or "")
     same = typed.out == typed.resume  # a command that a job can repeat: it begins or goes on
     saved = {}
-    if typed.resume and not (same and not (run / "config.json").exists()):
-        saved = attempt("--resume", read_json, run / "config.json")
+    if typed.resume and (not same or (run / "config.json").exists()):
+        saved = json.loads(attempt("--resume", (run / "config.json").read_bytes))
         parser.set_defaults(**saved | dict(prompts=str(run / "prompts.txt")))
     else:
         parser.set_defaults(**getattr(load_wrapper(typed.wrapper), "defaults", {}))
         own = Path(parser.parse_args(argv).model, "grpo.json")
-        parser.set_defaults(**attempt(own, read_json, own) if own.is_file() else {})
+        if own.is_file():
+            parser.set_defaults(**attempt(own, json.loads, own.read_bytes()))
     config = attempt("settings", Config, **vars(parser.parse_args(argv)))  # some may be unknown
-    kept = config.batch_size == saved.get("batch_size", config.batch_size)
-    if typed.resume and not (kept and (same or not (typed.out or typed.adapter))):
+    repeats = saved and config.batch_size != saved["batch_size"]  # prompts, with their seeds
+    if repeats or (typed.resume and not same and (typed.out or typed.adapter)):
         raise BadInput("--resume: a run keeps its --out, --adapter and --batch_size")
     # Paths are saved with the run, which may be resumed in another directory.
     for name in "model adapter wrapper out resume".split():
@@ -747,7 +718,7 @@ def parse_args(argv=None, **defaults):
         if path and (name == "out" or os.path.exists(path.rpartition(":")[0] or path)):
             setattr(config, name, os.path.abspath(path))
     parts = [part.strip() for part in config.reward.split(",")]
-    config.reward = ",".join([os.path.abspath(part) if ":" in part else part for part in parts])
+    config.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
     check_settings(config)
     return config
 
@@ -781,10 +752,9 @@ def main(argv=None, **defaults):
         config = parse_args(argv, **defaults)
         Wrapper = load_wrapper(config.wrapper)
         prompts, targets = getattr(Wrapper, "load_prompts", load_prompts)(config.prompts)
-        rewards = load_rewards(config.reward)
-        try_rewards(rewards, prompts, targets, config)
+        try_rewards(load_rewards(config.reward), prompts, targets, config)
         wrapper = Wrapper.from_pretrained(config.model, config)
-        trainer = GRPOTrainer(config, wrapper, prompts, rewards, targets)
+        trainer = GRPOTrainer(config, wrapper, prompts, targets=targets)
         how = f" To go on: python grpo.py --resume '{trainer.out}'"
         trainer.train()
     except KeyboardInterrupt:
@@ -796,5 +766,5 @@ def main(argv=None, **defaults):
         torch.distributed.destroy_process_group()
 
 if __name__ == "__main__":
-    sys.modules[Path(__file__).stem] = sys.modules["__main__"]  # what a reward's file imports
+    sys.modules["grpo"] = sys.modules[__name__]  # what files of rewards and wrappers import
     main()
