@@ -343,11 +343,11 @@ class GRPOTrainer:
             self.optimizer.param_groups[0]["lr"] = config.lr  # it may be typed anew
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
         if RANK == 0:  # all that is needed to go on, and to know what was trained
-            settings = vars(config) | dict(out=None, resume=None)
-            write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
             lines = [f"{prompt}\t{os.path.abspath(target)}\n" if target else f"{prompt}\n"
                      for prompt, target in zip(self.prompts, self.targets)]
             write_file(self.out / "prompts.txt", "".join(lines).encode())
+            settings = vars(config) | dict(out=None, resume=None)
+            write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
             hint = " (the large one: --model zai-org/GLM-Image)" * (config.model == TINY_MODEL)
             print(f"model: {config.model} on {DEVICE}{hint}\n"
                   f"files: {self.out}, at step {len(self.history)} of {config.steps}", flush=True)
@@ -697,18 +697,18 @@ def parse_args(argv=None, **defaults):
     parser = transformers.HfArgumentParser(Config, allow_abbrev=False, usage="%(prog)s [flags]")
     parser.set_defaults(**defaults)
     typed = parser.parse_args(argv)
-    run = Path(typed.resume or "")
+    path = Path(typed.resume or "", "config.json")
     same = typed.out == typed.resume  # a command that a job can repeat: it begins or goes on
     saved = {}
-    if typed.resume and (not same or (run / "config.json").exists()):
-        saved = json.loads(attempt("--resume", (run / "config.json").read_bytes))
-        parser.set_defaults(**saved | dict(prompts=str(run / "prompts.txt")))
+    if typed.resume and (not same or path.exists()):
+        saved = json.loads(attempt("--resume", path.read_bytes))
+        parser.set_defaults(**saved | dict(prompts=str(path.with_name("prompts.txt"))))
     else:
         parser.set_defaults(**getattr(load_wrapper(typed.wrapper), "defaults", {}))
-        own = Path(parser.parse_args(argv).model, "grpo.json")
-        if own.is_file():
-            parser.set_defaults(**attempt(own, json.loads, own.read_bytes()))
-    config = attempt("settings", Config, **vars(parser.parse_args(argv)))  # some may be unknown
+        path = Path(parser.parse_args(argv).model, "grpo.json")
+        if path.is_file():
+            parser.set_defaults(**attempt(path, json.loads, path.read_bytes()))
+    config = attempt(path, Config, **vars(parser.parse_args(argv)))  # it may have unknown settings
     repeats = saved and config.batch_size != saved["batch_size"]  # prompts, with their seeds
     if repeats or (typed.resume and not same and (typed.out or typed.adapter)):
         raise BadInput("--resume: a run keeps its --out, --adapter and --batch_size")

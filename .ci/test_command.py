@@ -21,11 +21,15 @@ def model(tmp_path_factory):
     tiny.save(tiny.make_models(grpo.COLORS), SMALL, folder)
     return "--model", str(folder)
 
-def load_quick(path, config):
+class Quick(grpo.GLMImageWrapper):
     """A draft of one code in place of 256."""
-    wrapper = grpo.GLMImageWrapper.from_pretrained(path, config)
-    wrapper.pipe.processor._get_target_shape = lambda height, width: (height // 32, width // 32, 1, 1)
-    return wrapper
+    @classmethod
+    def from_pretrained(cls, path, config):
+        wrapper = super().from_pretrained(path, config)
+        wrapper.pipe.processor._get_target_shape = lambda height, width: (height // 32, width // 32, 1, 1)
+        return wrapper
+
+QUICK = f"{__file__}:Quick"
 
 def child(folder, argv, before, env):
     """The life of a process: after `before`, grpo.main with the quick model. What it prints goes to log."""
@@ -34,7 +38,7 @@ def child(folder, argv, before, env):
     sys.stdout = sys.stderr = open("log", "a", buffering=1)
     grpo.RANK, grpo.WORLD_SIZE = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     before()
-    grpo.main(argv, load_quick)
+    grpo.main(argv, wrapper=QUICK)
 
 def start(folder, *argv, before=bool, env={}):
     process = SERVER.Process(target=child, args=(folder, argv, before, env), daemon=True)
@@ -51,10 +55,10 @@ def command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a file of rewards adds its folder
 
-    def run(*argv, load_model=load_quick):
+    def run(*argv, wrapper=QUICK):
         capsys.readouterr()
         try:
-            code = grpo.main(list(argv), load_model) or 0
+            code = grpo.main(list(argv), wrapper=wrapper) or 0
         except SystemExit as stop:
             code = stop.code
         return code, *capsys.readouterr()
@@ -71,9 +75,8 @@ def adapter_of(run):
 
 def test_two_processes_do_what_one_does(tmp_path, command, model):
     """Three steps in one process = two steps in two and, resumed, one in one; and metrics are of both."""
-    (tmp_path / "two.py").write_text(f"import {__name__} as t; t.grpo.main(load_model=t.load_quick)")
-    argv = [*model, *"--num-iterations 2 --lr 1e-3 --kl-coef .1 --max-grad-norm 1e-3 --save-every 1".split()]
-    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2 two.py".split(),
+    argv = [*model, "--wrapper", QUICK, *"--num-iterations 2 --lr 1e-3 --kl-coef .1 --max-grad-norm 1e-3 --save-every 1".split()]
+    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(), ROOT / "grpo.py",
                 *argv, *"--out two --steps 2".split()]
     paths = dict(PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path]))
     process = subprocess.Popen(torchrun, cwd=tmp_path, env=os.environ | paths, text=True,
@@ -158,9 +161,9 @@ def test_bad_input_gets_one_line_and_exit_code_2(typed, command, monkeypatch, tm
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
     before = sorted(tmp_path.rglob("*"))
-    loads = "--model" in typed or "--resume" in typed
-    load_model = load_quick if loads else mock.Mock(side_effect=AssertionError)
-    code, out, error = command(*typed.split(), load_model=load_model)
+    if "--model" not in typed:
+        monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", mock.Mock(side_effect=AssertionError))
+    code, out, error = command(*typed.split())
     assert (code, out) == (2, "") and re.fullmatch(r"(usage: .*\n)?.*error: .+\n", error), error
     told = error.replace("_", "-")
     assert typed.split()[0][2:] in told or typed.split()[-1] in told, error
@@ -173,8 +176,32 @@ def test_a_bug_in_a_file_of_rewards_keeps_its_traceback(command, model):
         command(*model, *"--reward buggy.py:sharp --out run".split())
 
 def test_ctrl_c_says_how_to_go_on(command, model):
-    """Without a traceback, and the command that it prints goes on."""
+    """Without a traceback, and the command that it prints goes on. The first process alone speaks."""
+    argv = [*model, *"--steps 1 --out run".split()]
     with mock.patch.object(grpo.GRPOTrainer, "log", side_effect=KeyboardInterrupt):
-        code, _, _ = command(*model, *"--steps 1 --out run".split())
-    assert re.fullmatch(r"\s*Stopped. To go on: python \S+ --resume \S+/run", code)
-    assert command("--resume", code.split()[-1])[0] == 0 and len(rows_of("run")) == 1
+        code, _, _ = command(*argv)
+        with mock.patch.object(grpo, "RANK", 1):
+            assert command(*argv[:-1], "other")[0] == 1
+    assert re.fullmatch(r"\s*Stopped. To go on: python grpo.py --resume '\S+/run'", code)
+    assert command("--resume", code.split("'")[1])[0] == 0 and len(rows_of("run")) == 1
+
+def test_ctrl_c_while_the_model_is_loaded_blames_nothing(command, model):
+    """It said that --model was wrong."""
+    with mock.patch.object(grpo.diffusers.GlmImagePipeline, "from_pretrained", side_effect=KeyboardInterrupt):
+        assert command(*model, *"--steps 1 --out run".split())[0] == "\nStopped."
+
+def test_a_job_can_repeat_its_command(command, model, tmp_path):
+    """A restart met `must be a new folder`; the command begins a run or goes on, and ends as an undisturbed one does."""
+    argv = [*model, *"--steps 3 --reward color=2 --out".split()]
+    assert command(*argv, "whole")[0] == 0
+    (tmp_path / "run").mkdir()  # killed at once, before there was a file in it
+    with mock.patch.object(grpo.GRPOTrainer, "save_samples", side_effect=KeyboardInterrupt):
+        assert "Stopped" in command(*argv, "run", "--resume", "run")[0]
+    for name in ("log", "update_weights"):
+        with mock.patch.object(grpo.GRPOTrainer, name, side_effect=[mock.DEFAULT, KeyboardInterrupt], autospec=True,
+                               wraps=getattr(grpo.GRPOTrainer, name)):
+            assert "Stopped" in command(*argv, "run", "--resume", "run")[0]
+    assert command(*argv, "run", "--resume", "run")[0] == 0
+    assert rows_of("whole") == rows_of("run")
+    assert all(torch.equal(weight, adapter_of("run")[name]) for name, weight in adapter_of("whole").items())
+    assert command(*argv, "other", "--resume", "run")[0] == 2
