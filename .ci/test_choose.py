@@ -1,127 +1,164 @@
-"""Tests of examples/choose.py without a browser: they send what its page sends. No network but loopback."""
-import contextlib, io, json, os, signal, subprocess, sys, types, urllib.error, urllib.request
+"""Tests of examples/choose.py. They send what its page sends; the last one looks at the page, if there is a browser."""
+import contextlib, html, io, itertools, json, os, re, shutil, signal, subprocess, sys, time
 from pathlib import Path
+from urllib import error, request as web
 
 import pytest
 from PIL import Image
 
 os.environ.pop("DISPLAY", None)  # no browser is opened
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path[:0] = [str(EXAMPLES)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "examples")]
 import choose
 
 FOUR = [Image.new("RGB", (8, 8), color) for color in ("red", "green", "blue", "white")]
 
-@pytest.fixture(scope="module")
-def address():
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        choose.start_server()
-    return printed.getvalue().split()[-1]
+def find_address():
+    return "http://127.0.0.1:{}/{}/".format(*Path("run/choices/address").read_text().split())
 
-def fetch(url, answers=None):
-    """-> the body; answers make it a POST."""
-    with urllib.request.urlopen(url, answers and json.dumps(answers).encode(), timeout=5) as reply:
+def read_rows(folder="run"):
+    return [json.loads(line) for line in Path(folder, "choices.jsonl").open()]
+
+def fetch(url, answer=None):
+    with web.urlopen(url, None if answer is None else json.dumps(answer).encode(), timeout=60) as reply:
         return reply.read()
 
+def load(answer=None):
+    return json.loads(fetch(find_address() + "state.json", answer))
+
+def press(*keys, in_order=False, age=0):
+    """What to do in a second of waiting: press keys, in a page that is so many changes old."""
+    def send(state):
+        for key in keys:
+            state = load(dict(version=state["version"] - age, key=key, in_order=in_order))
+        return state
+    return send
+
 @pytest.fixture
-def ask(address, tmp_path, monkeypatch):
-    """A function: images, prompts, clicks -> scores. In each second of waiting it calls the next click with the state,
-    and sends what this returns, if anything."""
+def ask(tmp_path, monkeypatch):
+    """A function: images, prompts, actions -> scores. In each second of waiting it does the next action."""
     monkeypatch.chdir(tmp_path)
-
-    def ask(images, prompts, *clicks):
-        rest = [*clicks, lambda state: None]  # the last choice has to stand for a second
-
-        def sleep(seconds):
-            answers = rest.pop(0)(json.loads(fetch(address + "state.json")))  # fails if the wait goes on
-            if answers:
-                fetch(address + "state.json", answers)
-        monkeypatch.setattr(choose, "time", types.SimpleNamespace(sleep=sleep))
-        return choose.choose(images, prompts, [None] * len(images))
+    monkeypatch.setenv("RUN", "run")
+    choose.start_server.cache_clear()
+    def ask(images, prompts, *actions):
+        rest = [*actions, press()]  # the last choice has to stand for a second
+        monkeypatch.setattr(time, "sleep", lambda seconds: rest.pop(0)(load()))  # fails if the wait goes on
+        return choose.choose(images, list(prompts), [None] * len(images))
     return ask
 
-def click(*orders, picked=(), age=0):
-    """The orders of the first groups, in which pictures count from 0, sent by a page that is so many steps old."""
-    def answer(state):
-        names = [[group["pictures"][i] for i in order] for group, order in zip(state["groups"], [*orders, picked])]
-        return dict(step=state["step"] - age, orders=names[:len(orders)], picked=sum(names[len(orders):], []))
-    return answer
-
-@pytest.mark.parametrize("order, scores", [
-    ([2], [0, 0, 1, 0]), ([2, 0], [1 / 2, 0, 1, 0]), ([2, 0, 3], [2 / 3, 0, 1, 1 / 3]),
-    ([2, 0, 3, 1], [2 / 3, 0, 1, 1 / 3]), ([], [1, 1, 1, 1])])
-def test_best_order_alike(ask, order, scores):
+@pytest.mark.parametrize("actions, order, scores", [
+    ([press("3")], [2], [0, 0, 1, 0]), ([press("0")], [], [1] * 4), ([press("3", in_order=True), press("0")], [], [1] * 4),
+    ([press("1"), press("Backspace", "3")], [2], [0, 0, 1, 0]),  # a slip is not final at once
+    ([press("3", "3", "1", "4", in_order=True)], [2, 0, 3], [2 / 3, 0, 1, 1 / 3]),
+    ([press("3", "4", "Backspace", in_order=True), press("1")], [2, 0], [1 / 2, 0, 1, 0])])
+def test_best_order_alike(ask, actions, order, scores):
     """An order that is read the wrong way round would train towards the worst picture."""
-    assert ask(FOUR, ["p"] * 4, click(order)) == pytest.approx(scores)
-    row = json.loads(Path("runs/choices.jsonl").read_text())
+    assert ask(FOUR, "pppp", *actions) == pytest.approx(scores)
+    [row] = read_rows()
     assert row["prompt"] == "p" and row["order"] == [row["pictures"][i] for i in order]
-    saved = [Image.open(f"runs/choices/{name}") for name in row["pictures"]]
-    assert [image.tobytes() for image in saved] == [image.tobytes() for image in FOUR]
+    assert [Image.open(f"run/choices/{name}").tobytes() for name in row["pictures"]] == [x.tobytes() for x in FOUR]
 
-def test_two_groups(ask):
+def test_groups(ask, monkeypatch):
     """Scores handed to another group would be noise; so would a prompt twice in a row, taken for one group."""
-    clicks = click([1]), click([1], [0]), click([1], [0], [])
-    assert ask(FOUR + FOUR[1:3], ["p", "p", "q", "q", "q", "q"], *clicks) == [0, 1, 1, 0, 1, 1]
-    assert len(Path("runs/choices.jsonl").read_text().splitlines()) == 3
-
-def test_back(ask):
-    """A slip on the last picture of a step must not be final at once."""
-    assert ask(FOUR, ["p"] * 4, click([0]), click(), click([1])) == [0, 1, 0, 0]
-
-def test_late_click(ask):
-    """A click on pictures of the last step, sent late or by a second page, must not answer this one."""
-    with pytest.raises(IndexError):  # it waits on
-        ask(FOUR, ["p"] * 4, click([0], age=1))
-
-def test_page_closed_and_opened(ask, address):
-    """A page that kept the choices to itself would lose them when it is closed."""
-    def reopen(state):
-        assert b"http" not in fetch(address)  # the page loads nothing from elsewhere
-        (_, b), (_, d) = [group["pictures"] for group in state["groups"]]
-        assert state["orders"] == [[b]] and state["picked"] == [d]
-        assert Image.open(io.BytesIO(fetch(address + d))).tobytes() == FOUR[3].tobytes()
-    assert ask(FOUR, ["p", "p", "q", "q"], click([1], picked=[1]), reopen, click([1], [1])) == [0, 1, 0, 1]
-
-def test_identical(ask):
-    """The trainer tries a reward on blank pictures before it loads a model: a question would stop it there."""
-    assert ask([FOUR[3]] * 4, ["p", "p", "q", "q"]) == [1, 1, 1, 1]
-    assert not Path("runs").exists()
-    assert ask([FOUR[0], FOUR[1], FOUR[0], FOUR[2]], ["p"] * 4, click([0])) == [1, 0, 1, 0]
-
-def test_refused(ask, address):
-    """Another user, or another site's page, could choose, or read files, if the secret were not needed everywhere."""
-    origin = address.rsplit("/", 2)[0]
-    rebound = urllib.request.Request(address, headers=dict(Host="example.com"))
-    for url in (origin, f"{origin}/wrong/", f"{origin}/wrong/state.json", address[:-1], rebound):
-        for answers in (None, dict(step=0, orders=[], picked=[])):
-            with pytest.raises(urllib.error.HTTPError, match="403"):
-                fetch(url, answers)
-    ask(FOUR, ["p"] * 4, click([0]))
-    Path("runs/secret").write_text("secret")
-    for name in (os.listdir("runs/choices")[0], "../secret", "%2e%2e/secret"):  # the step is over
-        assert json.loads(fetch(address + name))["groups"] == []
-
-def test_several_processes(monkeypatch):
-    """Processes that wait for each other's rewards give up after half an hour: a person may take longer."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert ask(FOUR + FOUR[1:3], "ppqqqq", press("2", "1", "0")) == [0, 1, 1, 0, 1, 1]
+    assert ask([FOUR[3]] * 4, "ppqq") == [1, 1, 1, 1]  # no choice: nobody is asked
+    assert ask([FOUR[0], FOUR[1], FOUR[0], FOUR[2]], "pppp", press("1")) == [1, 0, 1, 0] and len(read_rows()) == 4
+    monkeypatch.setenv("WORLD_SIZE", "2")  # processes that wait for each other give up after half an hour
     with pytest.raises(SystemExit, match="^choose.py .* without torchrun$"):
-        choose.choose(FOUR, ["p"] * 4, [None] * 4)
+        ask(FOUR, "pppp")
 
-def test_ctrl_c(ask):
-    """A wait that cannot be interrupted would leave nothing but to kill the run. What was chosen is asked again."""
-    path = os.pathsep.join([str(Path(__file__).parent), str(EXAMPLES)])
-    code = "import test_choose as t; t.choose.choose(t.FOUR, ['p'] * 4, [None] * 4)"
-    run = subprocess.Popen([sys.executable, "-c", code], env=os.environ | dict(PYTHONPATH=path),
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    fetch(run.stdout.readline().split()[-1])  # it asks
-    run.send_signal(signal.SIGINT)
-    assert run.communicate(timeout=60)[1].endswith("KeyboardInterrupt\n") and not Path("runs/choices.jsonl").exists()
+def test_again(ask, monkeypatch):
+    """A wait that cannot be interrupted would leave nothing but to kill the run. Without a run, all is asked anew."""
     with pytest.raises(KeyboardInterrupt):
-        ask(FOUR, ["p"] * 4, click([0]), lambda state: signal.raise_signal(signal.SIGINT))
-    assert ask(FOUR, ["p"] * 4, lambda state: None, click([1])) == [0, 1, 0, 0]
+        ask(FOUR, "ppqq", press("1"), lambda state: signal.raise_signal(signal.SIGINT))
+    assert ask(FOUR, "ppqq", press("2", "1")) == ask(FOUR, "ppqq") == [0, 1, 1, 0]  # known now
+    monkeypatch.delenv("RUN")
+    assert [ask(FOUR, "pppp", press(key))[0] for key in "123"] == [1, 0, 0] and len(read_rows("runs")) == 3
 
-@pytest.mark.parametrize("argument", [[], ["--help"]])
-def test_help(argument):
-    """A program that does not say what it is cannot be found out."""
-    run = [sys.executable, EXAMPLES / "choose.py", *argument]
-    assert "python grpo.py --reward" in subprocess.run(run, capture_output=True, text=True).stdout
+def test_two_pages(ask):
+    """A key in a page that was left open cut the other one's answers down to those that it knew, and ranks, too."""
+    def open_another(state):
+        assert b"http" not in fetch(find_address())  # it loads nothing from elsewhere
+        (a, b, c), (d, e, f) = [group["pictures"] for group in state["groups"]]
+        assert state["orders"] == [[b]] and state["picked"] == [f]
+        assert Image.open(io.BytesIO(fetch(find_address() + f))).tobytes() == FOUR[3].tobytes()
+        assert all(press(key, age=1)(state) == state for key in ("1", "Backspace", "0"))
+    actions = press("2"), press("3", in_order=True), open_another, press("1")
+    assert ask([*FOUR[:3], *FOUR[1:]], "pppqqq", *actions) == [0, 1, 0, 1 / 2, 0, 1]
+
+def test_refused(ask):
+    """Another user, or another site's page, could choose, or read files, if the secret were not needed everywhere."""
+    ask(FOUR, "pppp", press("1"))
+    address, origin = find_address(), find_address().rsplit("/", 2)[0]
+    assert Path("run/choices/address").stat().st_mode & 0o777 == 0o600
+    rebound = web.Request(address, headers=dict(Host="example.com"))
+    for url in (origin, f"{origin}/wrong/", f"{origin}/wrong/state.json", address[:-1], rebound):
+        for answer in (None, dict(version=choose.STATE["version"], key="1", in_order=False)):
+            with pytest.raises(error.HTTPError, match="403"):
+                fetch(url, answer)
+    for name in (read_rows()[0]["pictures"][0], "address", "../choices.jsonl", "%2e%2e/choices.jsonl"):  # it is over
+        assert json.loads(fetch(address + name)) == load()
+    choose.start_server.__wrapped__(Path("run/choices/address"))  # as another process would, whose port is taken
+    assert find_address() != address and fetch(find_address()) == fetch(address)
+
+def test_bad_answers(ask, monkeypatch):
+    """What no page sends ended training, kept it waiting, or stayed as an answer that none could undo."""
+    monkeypatch.setattr(choose.Handler, "timeout", 0.2)
+    def send(state):
+        url = find_address() + "state.json"
+        keys = [dict(version=state["version"], key=key, in_order=False) for key in ("9", "x", None, ["1"])]
+        wrong = [web.Request(url, json.dumps(body).encode()) for body in (*keys, 5, [], {})]
+        for answer in (*wrong, web.Request(url, b"{"), web.Request(url, b"{", {"Content-Length": "99"})):
+            with pytest.raises(error.HTTPError, match="400"):
+                fetch(answer)
+        assert load() == state
+    assert ask(FOUR, "pppp", send, press("1")) == [1, 0, 0, 0]
+
+def test_the_command(ask, request):
+    """At each start it asked about the gray pictures with which rewards are tried, and after a kill about a step again.
+    It waited for a browser in the terminal, such as w3m, to be left."""
+    w3m = "sh -c 'echo $0 >> opened; for i in $(seq 60); do [ -e left ] && exit; sleep 1; done; touch hung' %s"
+    flags = f"--out run --resume run --wrapper {ROOT}/examples/toy.py:Toy --reward {ROOT}/examples/choose.py:choose"
+    command = [sys.executable, ROOT / "grpo.py", *flags.split(), *"--batch-size 2 --group-size 4 --steps 2".split()]
+    asked = []
+    for kill in (True, False):
+        process = subprocess.Popen(command, env=os.environ | dict(DISPLAY=":0", BROWSER=w3m))
+        request.addfinalizer(process.kill)
+        while process.poll() is None:
+            time.sleep(0.01)
+            with contextlib.suppress(OSError, ValueError, LookupError):  # the server is not there
+                state = load()
+                if len(state["orders"]) < len(state["groups"]):
+                    assert Path("run/samples_00000.png").exists()  # one of the model
+                    asked.append(state["groups"][len(state["orders"])])
+                    press("1")(state)
+                if kill and len(read_rows()) == 2:
+                    process.kill()
+                    assert not Path("hung").exists()
+                    Path("left").touch()
+    assert process.returncode == 0 and [row | dict(order=[]) for row in read_rows()] == asked and len(asked) == 4
+    assert Path("opened").read_text().split() == [find_address()] * 2
+
+def test_in_a_browser(tmp_path):
+    """Groups of 8 pushed the buttons out of view, long words were wider than a phone, and Enter lost the focus."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome") or pytest.skip("no browser")
+    svg = "data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 1 1'/>#"
+    frames = ""
+    for width, n in itertools.product((1280, 400), (2, 4, 8)):
+        group = dict(prompt="<script>" + 99 * "W", pictures=[f"{svg}{i}" for i in range(n)])
+        state = json.dumps(dict(version=1, groups=[group] * 2, orders=[], picked=[], ratio=1)).replace("<", r"\u003c")
+        server = f"async (url, post) => ({{json: () => post ? {{...state, version: 2, orders: [[]]}} : {state}}})"
+        page = choose.PAGE.replace("<script>", f"<script>fetch = {server}</script><script>")
+        frames += f"<iframe width={width} height=800 srcdoc='{html.escape(page)}'></iframe>"
+    (tmp_path / "page.html").write_text("<!doctype html>" + frames + """<script>
+        const run = code => [...document.querySelectorAll("iframe")].map(frame => frame.contentWindow.eval(code));
+        setTimeout(() => document.title = run(`main.children[1].focus(); main.children[1].click();
+            title.textContent == state.groups[0].prompt && title.scrollWidth <= title.clientWidth
+            && [...document.querySelectorAll("h1, img, button, label")].map(e => e.getBoundingClientRect()).every(
+            b => b.width > 50 && b.x >= 0 && b.y > 0 && b.right <= innerWidth && b.bottom <= innerHeight)`), 1000);
+        setTimeout(() => document.title += run("state.orders.length + document.activeElement.value"), 2000)</script>""")
+    flags = """headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-sync
+        disable-component-update dump-dom virtual-time-budget=9000"""
+    command = [browser, *[f"--{flag}" for flag in flags.split()], f"--user-data-dir={tmp_path}", tmp_path / "page.html"]
+    shown = subprocess.check_output(command, text=True, timeout=120)  # the last frame has the focus
+    assert re.search("<title>true,true,true,true,true,true.*,11</title>", shown)

@@ -208,41 +208,44 @@ def make_trainer(module, rewards=None, **settings):
     return module.GRPOTrainer(config, wrapper, prompts, rewards or module.load_rewards("color"))
 
 NAMES = [path.stem for path in PATCHES]
-EXCLUSIVE = {"clip_higher", "cispo"}  # they change the same line, as the page says
+# Pairs that change the same line, as the page says, and the others together.
+EXCLUSIVE = [{"clip_higher", "cispo"}, {"dr_grpo", "batch_std"}, {"dr_grpo", "gdpo"}, {"batch_std", "gdpo"},
+             {"dynamic_sampling", "gdpo"}]
+TOGETHER = {f"all but {' '.join(out)}": [name for name in NAMES if name not in out] for out in (
+    ("cispo", "batch_std", "gdpo"), ("clip_higher", "dr_grpo", "batch_std", "dynamic_sampling"))}
 
 def test_each_patch_is_on_the_page_and_says_what_it_is():
     """A patch that no page names would not be found, and one that is named would be missed."""
     assert sorted(row[0] for row in table(CHANGES, "| patch |")) == NAMES
-    assert len(NAMES) == 11 and all("Eleven changes of the algorithm" in flat(page) for page in (README, CHANGES))
+    assert len(NAMES) == 13 and all("Thirteen changes of the algorithm" in flat(page) for page in (README, CHANGES))
     for path in PATCHES:
         comment = path.read_text().split("--- a/grpo.py")[0]
         assert len(comment) > 20 and comment.count("\n") <= 6, path
 
 def test_patches_combine_as_the_page_says(apply):
-    """Alone and undone, in pairs, and all together in both orders; `git apply` refuses what the page excludes."""
+    """Alone and undone, in pairs, and together in both orders; `git apply` refuses what the page excludes."""
     for name in NAMES:
         assert apply(name) not in (None, (ROOT / "grpo.py").read_text()), name
         assert apply(name, undo=True) == (ROOT / "grpo.py").read_text(), name
     for pair in itertools.permutations(NAMES, 2):
-        assert (apply(*pair) is None) == (set(pair) == EXCLUSIVE), pair
-    for left_out in EXCLUSIVE:
-        names = [name for name in NAMES if name != left_out]
+        assert (apply(*pair) is None) == (set(pair) in EXCLUSIVE), pair
+    for names in TOGETHER.values():
         assert apply(*names) == apply(*reversed(names)) is not None, names
 
-@pytest.mark.parametrize("name", [*NAMES, "all but cispo", "all but clip_higher"])
+@pytest.mark.parametrize("name", [*NAMES, *TOGETHER])
 def test_each_patch_trains(apply, tmp_path, name):
     """Alone and together, with a gradient that moves finite weights."""
-    names = [other for other in NAMES if other != name[8:]] if name.startswith("all but ") else [name]
-    changed = load(apply(*names))
+    changed = load(apply(*TOGETHER.get(name, [name])))
     trainer = make_trainer(changed, num_iterations=2, out=tmp_path / "run")
     trainer.train()
     row, = trainer.history
     assert 0 < row["grad_norm"] < math.inf
     assert all(weight.isfinite().all() for weight in trainer.lora.weights.values())
 
-def test_the_tests_of_the_page_pass_with_all_patches(apply, tmp_path):
+@pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
+def test_the_tests_of_the_page_pass_with_all_patches(apply, tmp_path, names):
     """`-m "not algorithm"` failed with GSPO, Dr. GRPO and the entropy bonus, where nothing was wrong."""
-    apply(*[name for name in NAMES if name != "cispo"])
+    apply(*names)
     shutil.copy(ROOT / "test_grpo.py", tmp_path)
     for name in ("examples", "prompts.txt", "README.md", "requirements.txt"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -36,8 +36,24 @@ OPTIONS = {
     "truncated_is": (0.2, dict(engine=True, vllm_importance_sampling_mode="token_truncate",
                                vllm_importance_sampling_clip_max=2.0)),
 }
+# For each patch of the advantages: TRL's options.
+SCALES = {
+    "dr_grpo": dict(scale_rewards="none"),
+    "batch_std": dict(scale_rewards="batch"),
+    "gdpo": dict(multi_objective_aggregation="normalize_then_sum"),
+}
 
 # --- Both sides ---------------------------------------------------------------------------------------------
+# Both rewards and their weights are so large that what is added to a std, 1e-6 here and 1e-4 in TRL, does not matter.
+WEIGHTS = [2.0**20, -2.0**21]
+
+def count(samples, prompts=None, targets=None):
+    """The sum of the codes of each sample: of an image, which has them as pixels, or a list."""
+    return [2.0**20 * np.asarray(sample).sum() for sample in samples]
+
+def first(samples, prompts=None, targets=None):
+    return [2.0**20 * np.asarray(sample).flat[0] for sample in samples]
+
 def make_llama():
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(
@@ -77,15 +93,16 @@ class Llama:
         entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()
         return logits.log_softmax(2).gather(2, rollout.tokens[:, :, None]).squeeze(2), entropy
 
-def make_peer(prompts=("1 2",), rewards=None, rollout_func=None, engine=False, **options):
+def make_peer(prompts=("1 2",), rollout_func=None, engine=False, **options):
     """TRL's trainer, with peft. With `engine` it believes that vLLM drew the samples."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"0": 0}, "0"))  # never used
     own = dict(use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
-               disable_tqdm=True, max_completion_length=T, use_bias_correction_kl=False)
+               disable_tqdm=True, max_completion_length=T, use_bias_correction_kl=False,
+               reward_weights=WEIGHTS)
+    rewards = [lambda completion_ids, **_: count(completion_ids), lambda completion_ids, **_: first(completion_ids)]
     peer = trl.GRPOTrainer(
-        make_llama(), lambda completion_ids, **_: rewards or [2.0**20 * sum(row) for row in completion_ids],
-        trl.GRPOConfig("unused", **own | options), datasets.Dataset.from_dict(dict(prompt=list(prompts))),
-        processing_class=transformers.PreTrainedTokenizerFast(
+        make_llama(), rewards, trl.GRPOConfig("unused", **own | options),
+        datasets.Dataset.from_dict(dict(prompt=list(prompts))), processing_class=transformers.PreTrainedTokenizerFast(
             tokenizer_object=words, pad_token="0", eos_token="0"),
         peft_config=peft.LoraConfig(r=4, lora_alpha=8, target_modules=Llama.lora_layers),
         rollout_func=rollout_func)
@@ -95,10 +112,11 @@ def make_peer(prompts=("1 2",), rewards=None, rollout_func=None, engine=False, *
         peer._last_loaded_step = None
     return peer
 
-def prepare(peer, logprobs):
+def prepare(peer, logprobs, tokens=None):
     """What TRL's loss gets from a rollout with these log-probs [N, T]: advantages, masks, .."""
     ones = [[1] * T] * len(logprobs)
-    peer.rollout_func = lambda *_: dict(prompt_ids=ones, completion_ids=ones, logprobs=logprobs.tolist())
+    ids = ones if tokens is None else tokens.tolist()
+    peer.rollout_func = lambda *_: dict(prompt_ids=ones, completion_ids=ids, logprobs=logprobs.tolist())
     return peer._generate_and_score_completions([dict(prompt="1 2") for _ in ones])
 
 def draw(rows, dtype, spread):
@@ -153,19 +171,36 @@ def patch(tmp_path):
     return apply
 
 @pytest.mark.parametrize("group_size", [2, 4, 16])
-def test_advantages(patch, group_size):
-    """Guards against a mean or std of the wrong samples, a std that divides by G, a Dr. GRPO with a std."""
-    rewards = torch.rand(6 * group_size, generator=torch.Generator().manual_seed(0))
-    std = rewards.view(6, -1).std(1).repeat_interleave(group_size)
-    plain, dr_grpo = (module.compute_advantages(rewards, group_size) for module in (grpo, patch("dr_grpo")))
-    group, none = (prepare(make_peer(
-        rewards=rewards.tolist(), num_generations=group_size, per_device_train_batch_size=len(rewards),
-        scale_rewards=scale), torch.zeros(len(rewards), T))["advantages"] for scale in ("group", "none"))
-    # We divide by the std + 1e-6, TRL by the std + 1e-4.
-    same = [(plain * (std + 1e-6), group * (std + 1e-4)), (dr_grpo, none)]
-    other = [(plain, none), (dr_grpo, group), (plain * std, group * (std + 1e-2)), (dr_grpo, none.flip(0))]
-    assert all(distance(dict(A=a), dict(A=b)) < ROUNDING[torch.float32] for a, b in same)
-    assert all(distance(dict(A=a), dict(A=b)) > FAR for a, b in other)
+@pytest.mark.parametrize("name", [None, *SCALES])
+def test_advantages(patch, tmp_path, name, group_size):
+    """Guards against a mean or std of the wrong samples, a std that divides by G, weights at the wrong place, a
+    patch that does nothing."""
+    def observe(module, folder):
+        """The rollout of a step, and the advantages with which a trainer updates its weights."""
+        trainer = make_trainer(module, steps=1, batch_size=3, group_size=group_size, out=tmp_path / folder)
+        seen = []
+        trainer.train_step = lambda *args: seen.append(args) or {}
+        trainer.train()
+        return seen[0]
+
+    def compare(advantages, **options):
+        """How far they are from TRL's, and loss and gradient from those with TRL's."""
+        peer = prepare(make_peer(num_generations=group_size, per_device_train_batch_size=len(advantages), **options),
+                       rollout.logprobs, rollout.tokens)["advantages"]
+        size = peer.std()  # those of Dr. GRPO are as large as the rewards
+        data = draw(len(advantages), torch.float32, 0.3)
+        pairs = [(dict(A=advantages / size), dict(A=peer / size)),
+                 (ours(data | dict(advantages=advantages / size)), theirs(data | dict(advantages=peer / size)))]
+        return [distance(*pair) for pair in pairs]
+
+    rollout, plain = observe(grpo, "plain")
+    if name is None:
+        assert max(compare(plain)) < ROUNDING[torch.float32]
+        assert min(compare(plain.flip(0))) > FAR < min(compare(plain, reward_weights=WEIGHTS[::-1]))
+        return
+    _, patched = observe(patch(name), "patched")
+    assert max(compare(patched, **SCALES[name])) < ROUNDING[torch.float32]
+    assert min(compare(plain, **SCALES[name])) > FAR < min(compare(patched))
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("spread", [0.3, 3])
@@ -203,15 +238,12 @@ def in_fp64():
     yield
     torch.set_default_dtype(torch.float32)
 
-def count(images, prompts, targets):
-    """The sum of the codes, times so much that what is added to a std does not matter."""
-    return [2.0**20 * np.asarray(image).sum() for image in images]
-
 def make_trainer(module, **settings):
     own = dict(model="llama", steps=3, group_size=4, batch_size=2, micro_batch_size=4, num_iterations=2,
                lr=0.03, kl_coef=0.1, max_grad_norm=0.5, lora_rank=4)
     prompts = ["3 1 4", "1 5 9", "2 6 5"]
-    return module.GRPOTrainer(module.Config(**own | settings), Llama(), prompts, {"count": (count, 1.0)})
+    rewards = dict(count=(count, WEIGHTS[0]), first=(first, WEIGHTS[1]))
+    return module.GRPOTrainer(module.Config(**own | settings), Llama(), prompts, rewards)
 
 def train_peer(rollouts, adapter, **options):
     """TRL's trainer with the same rollouts, from the same adapter -> its adapter in the end, its log."""
@@ -232,22 +264,22 @@ def train_peer(rollouts, adapter, **options):
     peer.train()
     return peft.get_peft_model_state_dict(peer.model), peer.state.log_history
 
-@pytest.mark.parametrize("name", [None, *OPTIONS])
+@pytest.mark.parametrize("name", [None, *OPTIONS, *SCALES])
 def test_three_steps_of_whole_trainers(patch, in_fp64, tmp_path, name):
     """Guards against what a loss does not show: the order of samples, the share of a micro-batch, old
     log-probs, the reference, LoRA, clipping of gradients, Adam."""
-    clip_range, options = OPTIONS.get(name, (0.2, {}))
+    clip_range, options = OPTIONS.get(name, (0.2, SCALES.get(name, {})))
     trainer = make_trainer(patch(name) if name else grpo, clip_range=clip_range, out=f"{tmp_path}/run")
     last = trainer.lora.weights
-    first = {layer: weight.detach().clone() for layer, weight in last.items()}
+    start = {layer: weight.detach().clone() for layer, weight in last.items()}
     trainer.train()
 
     def compare(**options):
         """How far apart the weights of each layer end, as a share of how far they moved; TRL's log."""
-        adapter, log = train_peer(trainer.wrapper.rollouts, first, **options)
-        assert adapter.keys() == first.keys()
-        return [((adapter[layer] - last[layer]).norm() / (last[layer] - first[layer]).norm()).item()
-                for layer in first], log
+        adapter, log = train_peer(trainer.wrapper.rollouts, start, **options)
+        assert adapter.keys() == start.keys()
+        return [((adapter[layer] - last[layer]).norm() / (last[layer] - start[layer]).norm()).item()
+                for layer in start], log
 
     shares, log = compare(**options)
     assert max(shares) < 1e-5
@@ -257,7 +289,7 @@ def test_three_steps_of_whole_trainers(patch, in_fp64, tmp_path, name):
         means = {ours: np.mean([update[theirs] for update in updates])
                  for ours, theirs in names.items() if theirs in log[0]}
         assert distance(means, row) < 1e-5
-    for control in [{}] if name else [dict(beta=0.2), dict(epsilon=0.1), dict(reward_weights=[-1.0])]:
+    for control in [{}] if name else [dict(beta=0.2), dict(epsilon=0.1), dict(reward_weights=WEIGHTS[::-1])]:
         assert min(compare(**control)[0]) > 1e-2
 
 def test_warmup(patch, tmp_path):

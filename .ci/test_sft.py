@@ -1,14 +1,13 @@
-"""Tests of examples/sft.py, which learns the codes of pictures: identities mostly. No network, no GPU."""
-import json
+"""Tests of examples/sft.py, which learns the codes of pictures: identities mostly, and what its command refuses."""
+import os, re, subprocess, sys
 from pathlib import Path
 
 import pytest, torch
 import torch.nn.functional as F
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parent.parent
 import grpo
-from conftest import perturb
+from conftest import ROOT, perturb
 from examples import sft
 from examples.make import mosaics, tiny
 
@@ -16,7 +15,7 @@ NAMES = list(grpo.COLORS)
 TEXTS = ["a red fox", "yellow", "a blue door and a white wall", "green", "black"]
 
 def make_pipe(draft=(2, 2)):
-    """The small GLM-Image with random weights, always the same, which sees its eight colours. A small draft is quick."""
+    """The small GLM-Image with random weights, always the same, which sees eight colours. A small draft is quick."""
     torch.manual_seed(0)
     pipe = tiny.make_models(grpo.COLORS)
     torch.nn.init.ones_(pipe.vision_language_encoder.model.language_model.norm.weight)
@@ -31,35 +30,22 @@ def make_trainer(out, **settings):
     config = grpo.Config(**tiny.SETTINGS | own | settings, out=str(out))
     wrapper = grpo.GLMImageWrapper(make_pipe(), config)
     codes = torch.randint(8, (5, 12), generator=torch.Generator().manual_seed(1))
-    return sft.SFTTrainer(config, wrapper, TEXTS, codes)
-
-def gradient(trainer, rows):
-    """The loss of these rows, and the gradient of it."""
-    trainer.optimizer.zero_grad()
-    total = 0.0
-    for loss in trainer.compute_losses(torch.tensor(rows)):
-        loss.backward()
-        total += loss.item()
-    return total, [weight.grad.clone() for weight in trainer.lora.weights.values()]
+    return sft.SFTTrainer(config, wrapper, TEXTS, codes, paths=None)
 
 def draw(*names):
     """A picture of squares of 32 x 32 pixels in these colours, one below another."""
-    image = Image.new("RGB", (32, 32 * len(names)))
-    for i, name in enumerate(names):
-        image.paste(tuple(int(255 * value) for value in grpo.COLORS[name]), (0, 32 * i, 32, 32 * i + 32))
-    return image
+    pixels = (255 * torch.stack([grpo.COLORS[name] for name in names])).byte().numpy()[:, None]
+    return Image.fromarray(pixels).resize((32, 32 * len(names)), Image.NEAREST)
 
-# --- The codes ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("draft", [(2, 3), None], ids=["2 x 3", "GLM-Image's"])
 def test_codes_are_the_drafts_then_the_large_grids(draft):
-    """In the other order, or with a draft of another shape, the model would learn to paint what it should sketch. A tall
-    picture's draft is smaller than what the image processor leaves as it is, here as in GLM-Image."""
+    """In the other order, or with a draft of another shape, the model would learn to paint what it should sketch. The
+    image processor would enlarge a tall picture's draft, here as in GLM-Image."""
     pipe = make_pipe(draft)
     pipe.processor.image_processor.size = dict(shortest_edge=512**2, longest_edge=2048**2)
     tall = draw("red", "green").resize((64, 128), Image.NEAREST)
     codes, other = sft.encode_pictures(pipe, [tall, draw("blue", "blue").resize((64, 128))])
-    grid = pipe.processor(text=[""], target_h=128, target_w=64).image_grid_thw
-    _, h, w = grid[1].tolist()
+    _, h, w = pipe.processor(text=[""], target_h=128, target_w=64).image_grid_thw[1].tolist()
     assert (h, w) == (draft or (22, 11)) and len(codes) == h * w + 8
     small, large = codes[:h * w].view(h, w), codes[h * w:].view(4, 2)
     red, green = NAMES.index("red"), NAMES.index("green")
@@ -71,118 +57,134 @@ def test_codes_are_the_drafts_then_the_large_grids(draft):
     assert rows[:h * w].unique().numel() == h and rows[h * w:].unique().numel() == 4  # the policy's grids are the same
 
 def test_pictures_are_cropped_and_turned(tmp_path):
-    """Stretched, a fox would be taught as a broad one; without EXIF's turn, a portrait would lie on its side."""
+    """Stretched, a fox would be taught as a broad one; without EXIF's turn, a portrait would lie on its side. A caption
+    is one line, or no prompt."""
     turned = Image.Exif()
     turned[0x0112] = 6  # a quarter of a turn
     draw("red", "white", "green").rotate(90, expand=True).save(tmp_path / "fox.JPG", quality=95, exif=turned)
-    (tmp_path / "fox.txt").write_text("\ufeffa fox\n", encoding="utf-8")
+    (tmp_path / "fox.txt").write_text("\ufeffa fox\r\n\tin snow\u2028\n", encoding="utf-8")
     draw("red", "white", "green").save(tmp_path / "owl.png")
     (tmp_path / "owl.txt").write_text("an owl")
-    (tmp_path / "notes.md").write_text("neither a picture nor a text")
-    for text, picture in zip(*sft.load_pictures(tmp_path, (64, 64), 0)):
-        assert text in ("a fox", "an owl") and picture.size == (64, 64)
+    captions, pictures, _ = sft.load_pictures(tmp_path, grpo.Config(width=64, height=64))
+    assert {*captions} == {"a fox in snow", "an owl"}  # one line each, as in prompts.txt
+    for text, picture in zip(captions, pictures):
         edge, middle, _ = (picture.getpixel((32, y)) for y in (2, 32, 61))
         assert min(middle) > 240 and min(edge) > 240, text  # what was red and green is cut off
 
-# --- The loss and its gradient --------------------------------------------------------------------------------
 def test_loss_is_the_cross_entropy_by_hand(tmp_path):
-    """A loss that is shifted by a token, or that counts the prompt, still falls."""
+    """A loss that is shifted by a token, or that counts the prompt, still falls. With micro-batches of three and one,
+    the mean of two means would count the last picture three times."""
     trainer = make_trainer(tmp_path / "run")
     perturb(trainer.lora)
-    loss, _ = gradient(trainer, [1, 3])
-    rows = []
-    for i in (1, 3):  # one at a time: no padding
+    by_hand = []
+    for i in range(1, 5):  # one at a time: no padding
         ids, mask, position_ids = trainer.wrapper.encode([TEXTS[i]])
         codes = trainer.codes[i:i + 1]
         with torch.no_grad():
             logits = trainer.wrapper.forward(torch.cat([ids, codes], 1), mask, position_ids, mask.shape[1])
-        rows.append(F.cross_entropy(logits[0, ids.shape[1] - 1:-1], codes[0]).item())
-    assert loss == pytest.approx(sum(rows) / 2, abs=1e-5) and rows[0] != pytest.approx(rows[1], abs=1e-3)
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, size):
-    """Three and one: the mean of two means would count the last picture three times."""
-    whole = make_trainer(tmp_path / "whole")
-    parts = make_trainer(tmp_path / "parts", micro_batch_size=size)
-    perturb(whole.lora)
-    perturb(parts.lora)
-    a, wanted = gradient(whole, [1, 2, 3, 4])
-    b, found = gradient(parts, [1, 2, 3, 4])
-    assert a == pytest.approx(b, abs=1e-5)
-    assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(wanted, found)) and wanted[0].abs().max() > 1e-3
+        by_hand.append(F.cross_entropy(logits[0, ids.shape[1] - 1:-1], codes[0]).item())
+    gradients = []
+    for trainer.config.micro_batch_size in (1, 3, 4):
+        trainer.optimizer.zero_grad()
+        loss = sum(trainer.compute_losses(torch.arange(1, 5)))
+        loss.backward()
+        assert loss.item() == pytest.approx(sum(by_hand) / 4, abs=1e-5)
+        gradients.append(torch.cat([weight.grad.flatten() for weight in trainer.lora.weights.values()]))
+    assert all(torch.allclose(gradients[0], other, atol=1e-5) for other in gradients) and gradients[0].any()
 
 def test_held_out_pictures_are_not_trained(tmp_path):
     """Other codes of theirs change what is printed, and not one weight."""
     runs = [make_trainer(tmp_path / name, steps=4, batch_size=2) for name in "ab"]
-    runs[1].codes = runs[1].codes.clone()
     runs[1].codes[0] = (runs[1].codes[0] + 1) % 8
     assert runs[0].held_out_rows.tolist() == [0] and runs[0].trained_rows.tolist() == [1, 2, 3, 4]
     for run in runs:
         run.train()
-    for name, weight in runs[0].lora.weights.items():
-        assert torch.equal(weight, runs[1].lora.weights[name])
-    assert any(weight.any() for name, weight in runs[0].lora.weights.items() if "lora_B" in name)
+    weights, others = [[*run.lora.weights.values()] for run in runs]
+    assert all(map(torch.equal, weights, others)) and all(weight.any() for weight in weights)
 
-# --- Its command ----------------------------------------------------------------------------------------------
-def test_it_is_resumed(tmp_path):
-    """With the held-out pictures and the order of the first run, and its adapters."""
-    for name in ("one", "half"):
-        make_trainer(tmp_path / name, steps=4 if name == "one" else 2).train()
-    begun = torch.load(tmp_path / "half/checkpoint.pt")["history"]
-    half = make_trainer(None, steps=4, resume=str(tmp_path / "half"))
-    half.train()
-    assert half.history[:2] == begun  # with their seconds: no step was made again
-    assert json.loads((tmp_path / "half/config.json").read_text())["steps"] == 4  # other programs read it
-    one, two = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("one", "half"))
-    assert all(torch.equal(weight, two["adapter"][name]) for name, weight in one["adapter"].items())
-    assert [row["loss"] for row in one["history"]] == [row["loss"] for row in two["history"]]
-
-def spoil(folder, name):
-    """A folder of three pictures with texts, in which something is wrong."""
-    for stem in "abc":
-        draw("red").save(folder / f"{stem}.png")
-        (folder / f"{stem}.txt").write_text("red")
-    if name == "empty":
-        for path in folder.iterdir():
-            path.unlink()
-    elif name == "cut":
-        (folder / "b.png").write_bytes((folder / "b.png").read_bytes()[:70])
-    elif name == "no text":
-        (folder / "b.txt").write_text(" \n")
-        (folder / "c.txt").write_text("")
-    elif name != "whole":
-        (folder / name).unlink()
-
-@pytest.mark.parametrize("name, flags, told", [
-    ("whole", "--out .", ": must be a new folder"),
-    ("whole", "--width 100", "--width and --height must be multiples of 32"),
-    ("empty", "", "needs two pictures or more, and has 0"), ("a.txt", "", "a.txt: [Errno 2]"),
-    ("b.png", "", "b.txt: there is no picture beside it"), ("cut", "", "b.png: "),
-    ("no text", "", "these texts are empty: ['b.txt', 'c.txt']")])
-def test_bad_input_is_one_line(tmp_path, run, monkeypatch, name, flags, told):
-    """Before a model is loaded, which may take minutes."""
+@pytest.fixture
+def folder(tmp_path, run):
+    """Five pictures of different colours, and a model that sees."""
+    make_pipe().save_pretrained("seeing")
     folder = tmp_path / "pictures"
     folder.mkdir()
-    spoil(folder, name)
-    assert told in fail(run, monkeypatch, f"{folder} {flags}")[0]
+    for name in NAMES[:5]:
+        draw(name, name).save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"a {name} thing")
+    return folder
 
-@pytest.mark.parametrize("typed, told", [
-    ("--out x", "type the folder of pictures"), ("gone", "gone: [Errno 2]"), (f"{ROOT}/README.md", "[Errno 20]")])
-def test_bad_folder_is_one_line(run, monkeypatch, typed, told):
-    assert told in fail(run, monkeypatch, typed)[0]
-
-def test_endings_that_are_not_read_are_named(tmp_path, run, monkeypatch):
-    """A folder of photos from a phone would be trained on a tenth of them, in silence."""
-    spoil(tmp_path, "no text")
-    for name in ("d.heic", "e.heic", "f.gif"):
-        (tmp_path / name).write_bytes(b"")
-    told, _ = fail(run, monkeypatch, str(tmp_path))
-    assert told.endswith("files with these endings are not read: ['.gif', '.heic']")
-
-def fail(run, monkeypatch, typed):
-    """What the command prints; a model must not be asked for."""
+def refuse(run, monkeypatch, typed):
+    """The first line of what a command says. No model may be asked for, and no file written."""
+    files = {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
     monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", None)
     code, _, error = run("sft", typed)
-    lines = error.splitlines()
-    assert code == 2 and lines[-1].startswith("sft.py: error: ")
-    return lines
+    assert {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")} == files
+    assert code == 2 and error.splitlines()[-1].startswith("sft.py: error: ") and "Traceback" not in error
+    return error.splitlines()[0]
+
+FLAGS = "--model seeing --width 32 --height 64 --batch-size 2 --micro-batch-size 4 --lr 1e-2 --save-every 9"
+
+def test_a_run_keeps_its_pictures(folder, run, monkeypatch):
+    """Were one more in the folder, what was trained would be held out (sleap-nn#600). The folder may move, though."""
+    assert run("sft", f"pictures {FLAGS} --steps 4 --out one")[0] == 0
+    assert run("sft", f"pictures {FLAGS} --steps 2 --out half")[0] == 0
+    before = Path("half/prompts.txt").read_text()
+    assert sorted(before.splitlines()) == sorted(f"a {name} thing\t{folder}/{name}.png" for name in NAMES[:5])
+    moved = folder.rename("moved")
+    assert run("sft", "moved --resume half --steps 4")[0] == 0
+    assert Path("half/prompts.txt").read_text() == before.replace(str(folder), str(moved.absolute()))
+    states = [torch.load(f"{out}/checkpoint.pt") for out in ("one", "half")]
+    rows, again = [[row | dict(seconds=0) for row in state["history"]] for state in states]
+    assert rows == again and len(rows) == 4
+    assert all(torch.equal(weight, states[1]["adapter"][name]) for name, weight in states[0]["adapter"].items())
+    captions, _, _ = sft.load_pictures(moved, grpo.Config(resume="half", seed=7))  # a seed that is typed anew
+    assert captions == re.findall("^.*(?=\t)", before, re.MULTILINE)
+    (moved / "red.txt").write_text("a ruby")
+    for ending in ("png", "txt"):
+        (moved / f"blue.{ending}").rename(moved / f"azure.{ending}")
+    told = refuse(run, monkeypatch, "moved --resume half --steps 6")
+    assert told.endswith("azure.png is new, blue.png is missing, red.png has another caption")
+
+def test_no_run_of_another_trainer(folder, run, monkeypatch, capsys):
+    """grpo.py would go on with a reward of its own (transformers#18070), sft.py with a run of grpo.py."""
+    run("sft", f"pictures {FLAGS} --steps 1 --out run")
+    files = {path: path.read_bytes() for path in Path("run").rglob("*.*")}
+    for flags, told in ([], "--reward SFTTrainer: no such function"), (["--reward=color"], "1 steps of SFTTrainer"):
+        with pytest.raises(SystemExit, match="2"):
+            grpo.main(["--resume", "run", *flags])
+        assert told in capsys.readouterr().err.splitlines()[-1]
+        assert files == {path: path.read_bytes() for path in Path("run").rglob("*.*")}
+    Path("run/config.json").write_text(Path("run/config.json").read_text().replace("SFTTrainer", "color"))
+    assert "is no run of sft.py" in refuse(run, monkeypatch, "pictures --resume run")
+
+@pytest.mark.parametrize("name, text, typed, told", [
+    (None, "", "--out x", "type the folder of pictures"), (None, "", "gone", "gone: [Errno 2]"),
+    (None, "", f"{ROOT}/README.md", "[Errno 20]"), (None, "", f"{ROOT}/.github", "needs two pictures or more"),
+    (None, "", "pictures --out .", ": must be a new folder"), (None, "", "pictures --width 100", "multiples of 32"),
+    (None, "", f"pictures --wrapper {ROOT}/examples/toy.py:Toy", "sft.py trains GLM-Image only"),
+    ("red.png", "cut", "pictures", "red.png: "), ("a.txt", "a", "pictures", "a.txt: there is no picture beside it"),
+    ("red.txt", "# red", "pictures", "red.txt begins with #"), ("red.txt", "\n", "pictures", "and red.txt is empty"),
+    ("red.txt", None, "pictures", "and red.txt is missing")])
+def test_bad_input_is_one_line(folder, run, monkeypatch, name, text, typed, told):
+    """Before a model is loaded, which may take minutes."""
+    if name:
+        (folder / name).write_text(text or "")
+    if text is None:
+        (folder / name).unlink()
+    assert told in refuse(run, monkeypatch, typed)
+
+def test_what_is_not_read_is_named(folder, run, monkeypatch):
+    """A folder of photos from a phone would be trained on a tenth of them, in silence."""
+    for name in ("d.heic", "e.heic", "f.gif", "._red.png", "README", "red.txt"):
+        (folder / name).write_bytes(b"")
+    (folder / "more").mkdir()
+    assert refuse(run, monkeypatch, "pictures").endswith("pictures: not read: .gif, .heic, README, the folder more")
+
+def test_whatever_is_called_examples(tmp_path):
+    """Without __init__.py, an installed package of this name is imported in the place of the folder (pyro2#140)."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/__init__.py").write_text("")
+    code = "from importlib.util import find_spec as f; print(f('examples.edit').origin, f('examples.make.tiny').origin)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | dict(PYTHONPATH=str(tmp_path)))
+    assert done.stdout.split() == [f"{ROOT}/examples/edit.py", f"{ROOT}/examples/make/tiny.py"], done.stderr

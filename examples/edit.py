@@ -1,14 +1,15 @@
 """GRPO teaches GLM-Image to edit pictures. The picture that a prompt edits is called its source.
 
     python -m examples.edit --model zai-org/GLM-Image --prompts edits.txt --reward mine.py:good
+    python grpo.py --wrapper examples/edit.py:EditWrapper --model ..    # the same
 
 A line of edits.txt is `instruction<TAB>source.png`, where the path is relative to the folder of
 edits.txt. A source may have any size, up to four times as long as wide: it is turned upright, and
-cropped about its middle to sides that are multiples of 32. Rewards get it as the target. The flags
-are those of grpo.py; --width and --height are those of the result. examples/make/squares.py makes a
-small model, and docs/edit.md shows a run with it.
+resized to the nearest multiples of 32. Rewards get it as the target. The flags are those of
+grpo.py; --width and --height are those of the result. examples/make/squares.py makes a small model,
+and docs/edit.md shows a run with it.
 """
-import functools, sys
+import os, sys
 from pathlib import Path
 
 import torch
@@ -18,54 +19,36 @@ from torch.nn.functional import pad
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
 
-# --- Prompts, sources and rewards ---------------------------------------------
-def crop(image):
-    """Cuts off what the image processor would squeeze in: GLM-Image has a code for each 32 x 32
-    pixels. It also refuses long pictures."""
-    w = image.width // 32 * 32
-    h = image.height // 32 * 32
-    if min(w, h) < 32 or max(w, h) > 4 * min(w, h):
-        raise grpo.BadInput(
-            f"a source of {image.width} x {image.height} pixels is too small, or over four times "
-            "as long as wide")
-    left = (image.width - w) // 2
-    top = (image.height - h) // 2
-    return image.crop((left, top, left + w, top + h))
+# --- Prompts and sources ------------------------------------------------------
+class Edit(str):
+    """A prompt of EditWrapper: the instruction, as a text that also knows the path of its source.
+    A wrapper is given prompts and no targets; rewards see the instruction only."""
+    def __new__(cls, instruction, source):
+        edit = super().__new__(cls, instruction)
+        edit.source = os.path.abspath(source)
+        return edit
+
+    def __getnewargs__(self):  # for copies, and for processes that a reward starts
+        return str(self), self.source
 
 def open_source(path):
-    return grpo.attempt(path, crop, grpo.open_image(path))
-
-def load_prompts(path):
-    """Reads lines `instruction<TAB>source.png` -> prompts, and the paths of their sources. A prompt
-    keeps the path of its source, as a wrapper is given prompts only: the line `make it
-    red<TAB>fox.png` of data/edits.txt gives the prompt `make it red<TAB>data/fox.png`."""
-    if path is None:
-        raise grpo.BadInput("--prompts: needs a file of lines `instruction<TAB>source.png`")
-    instructions, sources = grpo.load_prompts(path)
-    for instruction, source in zip(instructions, sources):
-        if source is None:
-            raise grpo.BadInput(f"--prompts {path}: {instruction!r} needs a tab and a source")
-        grpo.attempt(f"--prompts {path}", open_source, source)
-    return [f"{prompt}\t{source}" for prompt, source in zip(instructions, sources)], sources
-
-def load_rewards(text):
-    """The rewards of grpo.py, but they get the instructions, without paths, and cropped sources."""
-    rewards = {}
-    for name, (function, weight) in grpo.load_rewards(text).items():
-        rewards[name] = functools.partial(call_with_instructions, function), weight
-    return rewards
-
-def call_with_instructions(function, images, prompts, targets):
-    instructions = [prompt.split("\t")[0] for prompt in prompts]
-    return function(images, instructions, [crop(target) for target in targets])
+    """A picture to edit, upright. GLM-Image has a code for each 32 x 32 pixels, and its image
+    processor refuses long pictures."""
+    image = grpo.open_image(path)
+    short, long = sorted(image.size)
+    if short < 32 or long > 4 * short:
+        raise grpo.BadInput(
+            f"{path}: a source of {image.width} x {image.height} pixels is too small, or over four "
+            "times as long as wide")
+    return image
 
 # --- The model ----------------------------------------------------------------
 @torch.no_grad()
 def encode_images(pipe, images, resize=True):
-    """PIL images whose sides are multiples of 32 -> codes [h, w] of each, on the CPU. They are the
-    codes that the stock pipeline makes of a picture to edit, one for each 32 x 32 pixels. The
-    image processor first resizes pictures that are too small or too large for its settings, unless
-    `resize` is False."""
+    """PIL images -> codes [h, w] of each, on the CPU, as the stock pipeline makes them of a picture
+    to edit. There is a code for each 32 x 32 pixels: the image processor resizes pictures to the
+    nearest multiples of 32. It also enlarges small ones and shrinks large ones, as its settings
+    say, unless `resize` is False."""
     model = pipe.vision_language_encoder.model
     # In tiny-glm-image the vision tower does not fit the image processor, as nothing used them.
     if pipe.processor.image_processor.patch_size != model.visual.config.patch_size:
@@ -97,25 +80,43 @@ def encode_images(pipe, images, resize=True):
 
 class EditWrapper(grpo.GLMImageWrapper):
     """Three things differ when GLM-Image edits. The policy reads the source's codes before the
-    instruction. It draws one grid, without a draft. The DiT also gets the source. A prompt is
-    `instruction<TAB>path` here, as the methods of a wrapper get prompts and no sources."""
-    @functools.cache  # each source is encoded once
+    instruction. It draws one grid, without a draft. The DiT also gets the source."""
+    def __init__(self, pipe, config):
+        super().__init__(pipe, config)
+        self.sources = {}  # size and codes of each; the pictures themselves would fill the memory
+
+    @staticmethod
+    def load_prompts(path):
+        """Reads lines `instruction<TAB>source.png` -> Edits, and the paths of their sources."""
+        if path is None:
+            raise grpo.BadInput("--prompts: needs a file of lines `instruction<TAB>source.png`")
+        instructions, sources = grpo.load_prompts(path)
+        for instruction, source in zip(instructions, sources):
+            if source is None:
+                raise grpo.BadInput(f"--prompts {path}: {instruction!r} needs a tab and a source")
+            grpo.attempt(f"--prompts {path}", open_source, source)
+        prompts = [Edit(*pair) for pair in zip(instructions, sources)]
+        return prompts, [prompt.source for prompt in prompts]
+
     def load_source(self, path):
-        """-> its size, codes [h, w]. The pictures themselves would fill the memory."""
-        source = open_source(path)
-        codes, = encode_images(self.pipe, [source], resize=True)
-        return source.size, codes
+        """-> its size, codes [h, w]. Each source is encoded once."""
+        if path not in self.sources:
+            source = open_source(path)
+            codes, = encode_images(self.pipe, [source])
+            self.sources[path] = source.size, codes
+        return self.sources[path]
 
     def encode(self, prompts):
         """As in grpo.py: -> ids [B, L], mask [B, L + T], position_ids [3, B, L + T]."""
         chats = []
         codes = []
         for prompt in prompts:
-            instruction, path = prompt.split("\t")
-            size, source_codes = self.load_source(path)
+            if not hasattr(prompt, "source"):
+                raise grpo.BadInput("this model edits pictures, and the prompt has no source")
+            size, source_codes = self.load_source(prompt.source)
             # The processor makes room for as many codes. Any picture of this size will do.
             content = [dict(type="image", image=Image.new("RGB", size)),
-                       dict(type="text", text=instruction)]
+                       dict(type="text", text=prompt)]
             chats.append([dict(role="user", content=content)])
             codes.append(source_codes.flatten())
         batch = self.pipe.processor.apply_chat_template(
@@ -158,12 +159,10 @@ class EditWrapper(grpo.GLMImageWrapper):
         groups = tokens.unflatten(0, (len(prompts), -1))  # [P, G, T]
         images = []
         for prompt, group, seed in zip(prompts, groups, seeds, strict=True):
-            instruction, path = prompt.split("\t")
-            _, codes = self.load_source(path)
+            _, codes = self.load_source(prompt.source)
             h, w = codes.shape
-            # If the source is very small or very large, its codes are those of a resized picture.
-            # The DiT needs a picture of that size.
-            source = open_source(path).resize((32 * w, 32 * h))
+            # The image processor resized the source to as many pixels. The DiT needs as many, too.
+            source = open_source(prompt.source).resize((32 * w, 32 * h))
             codes = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)  # each as 2 x 2
             grid = torch.tensor([[1, 2 * h, 2 * w]])  # of one source, in patches of the DiT
             codes = codes.flatten().to(grpo.DEVICE)
@@ -171,12 +170,11 @@ class EditWrapper(grpo.GLMImageWrapper):
                 # The keyword arguments have an item for each image that the pipeline paints at
                 # once, here one. The item of `image` is the list of its sources.
                 images += super().decode(
-                    [instruction], row[None], [seed], image=[[source]],
+                    [prompt], row[None], [seed], image=[[source]],
                     prior_token_image_ids=[codes], source_image_grid_thw=[grid])
         return images
 
 if __name__ == "__main__":
     if {"-h", "--help"} & {*sys.argv}:
         print(__doc__)  # before the flags
-    grpo.main(load_model=EditWrapper.from_pretrained,
-              load_prompts=load_prompts, load_rewards=load_rewards)
+    grpo.main(wrapper=f"{__file__}:EditWrapper")

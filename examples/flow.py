@@ -5,15 +5,17 @@ noise, and a drift that compensates for it. The latents keep the same distributi
 step has a log-prob, that of a Gaussian.
 
     python grpo.py --decode-steps 4 --out runs/ar
-    AR_ADAPTER=runs/ar/adapter_00020 python -m examples.flow --decode-steps 4 --lr 5e-3 \\
-        --reward examples/rewards.py:even --out runs/painter
+    python -m examples.flow --model runs/ar/adapter_00020 --out runs/painter --decode-steps 4 \\
+        --width 128 --height 128 --guidance 1 --lr 5e-3 --reward examples/rewards.py:even
 
-It takes the flags of grpo.py. --kl-coef must be 0, its default here. AR_ADAPTER is the adapter of
-the AR half, and may be left out.
+It takes the flags of grpo.py; `python grpo.py --wrapper examples/flow.py:Painter` does the same.
+--kl-coef must be 0, its default here. --model may be the folder of an adapter of the AR half: the
+tokens are then drawn with it, by the model that it names. The settings in that model's grpo.json
+are not read, so they are typed above.
 
 Axes: N = P * G samples, B of them per micro-batch; W noisy steps; latents [C, h, w].
 """
-import math, os, sys
+import json, math, sys
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,6 @@ from grpo import DEVICE
 
 NOISE_LEVEL = 0.7  # "a" in the paper: how much the images of a group differ
 WINDOW = 2  # W: the number of denoising steps that have noise and are trained
-AR_ADAPTER = os.environ.get("AR_ADAPTER")  # adapter folder for the AR half, or None
 
 def denoise(latents, velocity, sigma, next_sigma, noise_level):
     """One step -> mean [B, C, h, w] and std of the next latents. Latents are (1 - sigma) * image +
@@ -47,17 +48,25 @@ def check(config):
         raise grpo.BadInput(f"--decode_steps must be at least {WINDOW}, the number of noisy steps")
     if config.kl_coef > 0:
         raise grpo.BadInput("--kl_coef must be 0: k3 is negligible for means over pixels")
-    if AR_ADAPTER:
-        grpo.read_adapter(AR_ADAPTER, read_rank(AR_ADAPTER))
 
-def read_rank(folder):
-    path = Path(folder, "adapter_config.json")
-    return grpo.attempt(f"AR_ADAPTER={folder}", grpo.read_json, path).get("r")
+def load_ar(path, config):
+    """-> the wrapper of a model, or of the model that an adapter of the AR half names, with it."""
+    file = Path(path, "adapter_config.json")
+    if not file.is_file():
+        return grpo.GLMImageWrapper.from_pretrained(path, config)
+    saved = json.loads(file.read_bytes())
+    if saved.get("target_modules") != grpo.GLMImageWrapper.lora_layers:
+        raise grpo.BadInput(f"--model {path}: is no adapter of grpo.py for the AR half")
+    ar = grpo.GLMImageWrapper.from_pretrained(saved["base_model_name_or_path"], config)
+    lora = grpo.LoRA(ar.policy, ar.lora_layers, saved["r"])
+    grpo.attempt(f"--model {path}", lora.load_folder, Path(path))
+    return ar
 
 class Painter:
     """A wrapper of the DiT. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noisy
     step, after each noisy step, and at the end. A rollout's `allowed` has the conditions, `given`
     [N, 1 + K]: the index of the first noisy step, then the codes."""
+    defaults = dict(kl_coef=0.0)
     lora_layers = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
 
     def __init__(self, ar):
@@ -70,12 +79,7 @@ class Painter:
     @classmethod
     def from_pretrained(cls, path, config):
         check(config)
-        ar = grpo.GLMImageWrapper.from_pretrained(path, config)
-        if AR_ADAPTER:
-            rank = read_rank(AR_ADAPTER)
-            lora = grpo.LoRA(ar.policy, ar.lora_layers, rank)
-            lora.load(grpo.read_adapter(AR_ADAPTER, rank))
-        return cls(ar)
+        return cls(load_ar(path, config))
 
     @property
     def config(self):
@@ -215,4 +219,4 @@ class Painter:
 if __name__ == "__main__":
     if {"-h", "--help"} & {*sys.argv}:
         print(__doc__)  # before the flags
-    grpo.main(load_model=Painter.from_pretrained, kl_coef=0.0)
+    grpo.main(wrapper=f"{__file__}:Painter")

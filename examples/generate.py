@@ -9,64 +9,8 @@
 The folder --out gets sheet.png, with a row for each prompt, and the single pictures. Equal seeds
 give equal pictures, so that adapters can be compared; evaluate.py does that.
 """
-import argparse, sys
+import argparse, json, re, sys, typing
 from pathlib import Path
-
-from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
-import grpo
-from examples.edit import EditWrapper, open_source
-from examples.plot import draw_film
-
-# --- Runs and their adapters; evaluate.py uses these, too ---------------------
-def find_adapters(path):
-    """A run's folder -> {step: folder of the adapter}; an adapter's folder -> {None: it}."""
-    path = Path(path)
-    if (path / "adapter_config.json").is_file():
-        return {None: path}
-    if not (path / "config.json").is_file():
-        raise grpo.BadInput(f"{path}: is no folder of a run, nor of an adapter")
-    return {int(folder.name[8:]): folder for folder in sorted(path.glob("adapter_[0-9]*"))}
-
-def read_adapter_config(adapter):
-    path = Path(adapter, "adapter_config.json")
-    return grpo.attempt(path, grpo.read_json, path)
-
-def read_settings(adapter, **typed):
-    """The settings of the run that an adapter lies in, or else those of its model, but for what is
-    typed -> Config. Without an adapter, those of the typed model."""
-    flags = [f"--{name}={value}" for name, value in typed.items() if value is not None]
-    if adapter and (adapter.parent / "config.json").is_file():
-        flags += ["--resume", str(adapter.parent)]
-    elif adapter and typed.get("model") is None:
-        flags += ["--model", str(read_adapter_config(adapter)["base_model_name_or_path"])]
-    return grpo.parse_args(flags)
-
-def load_wrapper(config, with_sources):
-    Wrapper = EditWrapper if with_sources else grpo.GLMImageWrapper
-    return Wrapper.from_pretrained(config.model, config)
-
-def load_adapter(wrapper, adapter):
-    rank = read_adapter_config(adapter)["r"]
-    lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank)
-    lora.load(grpo.read_adapter(adapter, rank))
-
-# --- The command --------------------------------------------------------------
-def draw(wrapper, prompts, samples, seed):
-    """Yields the pictures of each prompt. Some 32 are sampled at a time, so that the halves of the
-    model take turns rarely, and the memory of a GPU suffices."""
-    size = max(1, 32 // samples)
-    with tqdm(total=len(prompts) * samples, unit="picture") as bar:
-        for start in range(0, len(prompts), size):
-            part = prompts[start:start + size]
-            seeds = [seed + start + i for i in range(len(part))]
-            rollout = wrapper.sample(part, samples, seeds)
-            for i, prompt in enumerate(part):
-                tokens = rollout.tokens[i * samples:(i + 1) * samples]
-                images = wrapper.decode([prompt], tokens, seeds[i:i + 1])
-                bar.update(samples)
-                yield images
 
 def parse_args():
     parser = argparse.ArgumentParser(
@@ -74,11 +18,12 @@ def parse_args():
         allow_abbrev=False)
     add = parser.add_argument
     add("adapter", nargs="?", help="folder of a run, or of an adapter")
-    add("--step", type=int, help="of the run's adapter; default: the last that was saved")
-    add("--model", help="hub id or folder, without any adapter; or another model for the adapter")
+    add("--step", type=int, help="of the run; default: the newest weights that it has")
+    add("--model", help="hub id or folder: where the run's model lies now, or one without adapter")
+    add("--wrapper", metavar="FILE:CLASS", help="where the run's wrapper lies now")
     add("--prompt", nargs="+", default=[], metavar="TEXT", help="what to draw")
     add("--prompts", metavar="FILE", help="text file with a prompt on each line")
-    add("--source", metavar="PICTURE", help="to be edited, with an adapter of edit.py")
+    add("--source", metavar="PICTURE", help="to be edited, with a run of edit.py")
     add("--samples", type=int, default=4, help="pictures of each prompt; default: %(default)s")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--width", type=int, help="default: as in the run")
@@ -87,59 +32,173 @@ def parse_args():
     if len(sys.argv) == 1:
         parser.print_help()
         parser.exit()
-    return parser, parser.parse_args()
+    return parser.parse_args()
 
-def choose_adapter(path, step):
-    adapters = find_adapters(path)
-    if step is None and adapters:
-        *_, step = adapters  # the last
-    if step not in adapters:
-        there = "is one adapter" if None in adapters else f"has adapters of steps {[*adapters]}"
-        raise grpo.BadInput(f"{path}: {there}; --step {step} is not among them")
-    return adapters[step]
+if __name__ == "__main__":
+    ARGS = parse_args()  # before the imports, which take seconds
 
-def check(args):
-    """All input is checked before a model is loaded -> prompts, adapter or None, Config."""
-    if args.adapter is None and args.model is None:
-        raise grpo.BadInput("type the folder of a run or of an adapter, or --model")
-    prompts = list(args.prompt)
-    if args.prompts:
-        prompts += grpo.load_prompts(args.prompts)[0]
-    if not prompts or args.samples < 1:
-        raise grpo.BadInput("--prompt or --prompts says what to draw, --samples how often")
-    if args.out.exists():
-        raise grpo.BadInput(f"--out {args.out}: exists already; choose another folder")
-    if args.source:
-        grpo.attempt(f"--source {args.source}", open_source, args.source)
-        prompts = [f"{prompt}\t{args.source}" for prompt in prompts]
-    adapter = choose_adapter(args.adapter, args.step) if args.adapter else None
-    config = read_settings(adapter, model=args.model, width=args.width, height=args.height)
-    return prompts, adapter, config
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+import grpo
+from examples.edit import Edit, open_source
+from examples.plot import fail, save_film
+
+# --- Runs and their weights; evaluate.py uses these, too ----------------------
+class Run(typing.NamedTuple):
+    path: str  # as it was typed
+    config: grpo.Config  # config.prompts is the file with the run's own prompts
+    Wrapper: type
+    load_prompts: typing.Callable
+    weights: dict  # {step: folder of an adapter, or tensors of the checkpoint}
+
+def open_run(path=None, **typed):
+    """The folder of a run, the folder of an adapter, which may lie in a run, or None for a model
+    without any -> Run. Settings that are typed, and not None, override those of the run; --model
+    and --wrapper say where its files lie now, if they have moved."""
+    flags = [f"--{name}={value}" for name, value in typed.items() if value is not None]
+    folder = path and Path(path).absolute()
+    weights = {}
+    if path and (folder / "adapter_config.json").is_file():
+        weights = {None: folder}
+        folder = folder.parent
+    elif path and (folder / "config.json").is_file():
+        weights = find_weights(folder)
+    elif path:
+        raise grpo.BadInput(f"{path}: is no folder of a run, nor of an adapter")
+    if path and (folder / "config.json").is_file():
+        flags.append(f"--resume={folder}")
+    elif path and not typed.get("model"):
+        flags.append(f"--model={read_adapter_config(weights[None], 'base_model_name_or_path')}")
+    config = grpo.parse_args(flags)
+    Wrapper = grpo.load_wrapper(config.wrapper)
+    load_prompts = getattr(Wrapper, "load_prompts", grpo.load_prompts)
+    return Run(path, config, Wrapper, load_prompts, weights)
+
+def find_weights(run):
+    """-> {step: folder of the adapter}, and the checkpoint's weights if they are newer. Copies and
+    archives of adapters, and those that are being written, are passed over."""
+    weights = {}
+    for folder in run.iterdir():
+        match = re.fullmatch(r"adapter_(\d{5,})", folder.name)
+        if match and (folder / "adapter_model.safetensors").is_file():  # it is written last
+            weights[int(match[1])] = folder
+    weights = dict(sorted(weights.items()))
+    checkpoint = run / "checkpoint.pt"
+    if checkpoint.is_file():
+        step, tensors = grpo.attempt(checkpoint, read_checkpoint, checkpoint)
+        if step > max(weights, default=-1):
+            weights[step] = tensors
+    return weights
+
+def read_checkpoint(path):
+    """-> its step, the weights. `mmap` reads what is used, also after training wrote a new file."""
+    state = torch.load(path, "cpu", weights_only=True, mmap=True)
+    return len(state["history"]), state["adapter"]
+
+def name_step(run, step):
+    return f"step {step}" + ", from checkpoint.pt" * isinstance(run.weights[step], dict)
+
+def read_adapter_config(folder, name):
+    path = folder / "adapter_config.json"
+    config = grpo.attempt(path, json.loads, path.read_bytes())
+    if name not in config:
+        raise grpo.BadInput(f"{path}: has no {name}")
+    return config[name]
+
+def load_weights(wrapper, weights):
+    if isinstance(weights, dict):
+        A = next(iter(weights.values()))
+        lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank=len(A))
+        grpo.attempt("the checkpoint is of another model", lora.load, weights)
+    else:
+        rank = read_adapter_config(weights, "r")
+        lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank)
+        grpo.attempt(weights, lora.load_folder, weights)
 
 def check_prompts(wrapper, prompts):
     for prompt in prompts:
         grpo.attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])
 
-def main():
-    parser, args = parse_args()
-    try:
-        prompts, adapter, config = check(args)
-        wrapper = load_wrapper(config, with_sources=bool(args.source))
-        check_prompts(wrapper, prompts)
-        if adapter:
-            load_adapter(wrapper, adapter)
-    except grpo.BadInput as error:
-        message = " ".join(str(error).split())
-        parser.exit(2, f"{parser.prog}: error: {message}\n")
+LIMIT = 32  # samples drawn at a time: more would take much memory, fewer are hardly faster
+
+def draw(wrapper, prompts, samples, seeds):
+    """Yields the rollout and the pictures of each prompt. The two halves of GLM-Image take turns
+    once in 32 pictures."""
+    size = LIMIT // samples  # prompts at a time
+    with tqdm(total=len(prompts) * samples, unit="picture", disable=None) as bar:
+        for start in range(0, len(prompts), size):
+            part = slice(start, start + size)
+            rollout = wrapper.sample(prompts[part], samples, seeds[part])
+            for i, (prompt, seed) in enumerate(zip(prompts[part], seeds[part])):
+                group = rollout.part(slice(i * samples, (i + 1) * samples))
+                images = wrapper.decode([prompt], group.tokens, [seed])
+                bar.update(samples)
+                yield group, images
+
+# --- The command --------------------------------------------------------------
+def choose_step(path, weights, step):
+    steps = [*weights]
+    if step is None and steps:
+        return steps[-1]
+    if step not in steps:
+        there = "is one adapter" if None in steps else f"has weights of steps {steps}"
+        raise grpo.BadInput(f"{path}: {there}; --step {step} is not among them")
+    return step
+
+def read_prompts(args, run):
+    """-> prompts, which have sources if the run is one of edit.py."""
+    load_prompts = grpo.load_prompts if args.source else run.load_prompts
+    prompts = list(args.prompt)
+    if args.prompts:
+        prompts += load_prompts(args.prompts)[0]
+    if not prompts or not 1 <= args.samples <= LIMIT:
+        raise grpo.BadInput(
+            f"--prompt or --prompts says what to draw, --samples how often, 1 to {LIMIT}")
+    if args.source:
+        if "EditWrapper" not in [base.__name__ for base in run.Wrapper.__mro__]:
+            raise grpo.BadInput("--source: the run is none of edit.py")
+        grpo.attempt(f"--source {args.source}", open_source, args.source)
+        prompts = [Edit(prompt, args.source) for prompt in prompts]
+    return prompts
+
+def prepare(args):
+    """All input is checked before a model is loaded -> prompts, run, its step or None."""
+    if args.out.exists():
+        raise grpo.BadInput(f"--out {args.out}: exists already; choose another folder")
+    if not (args.adapter or args.model or args.wrapper):
+        raise grpo.BadInput("type the folder of a run or of an adapter, or --model")
+    run = open_run(args.adapter, model=args.model, wrapper=args.wrapper,
+                   width=args.width, height=args.height)
+    step = choose_step(args.adapter, run.weights, args.step) if args.adapter else None
+    return read_prompts(args, run), run, step
+
+def generate(args):
+    prompts, run, step = prepare(args)
+    wrapper = run.Wrapper.from_pretrained(run.config.model, run.config)
+    check_prompts(wrapper, prompts)
+    if args.adapter:
+        load_weights(wrapper, run.weights[step])
+    what = args.adapter or run.config.model
+    print(what if step is None else f"{what}: {name_step(run, step)}", flush=True)
     args.out.mkdir(parents=True)
-    rows = [["source", open_source(args.source)]] if args.source else []
-    for i, images in enumerate(draw(wrapper, prompts, args.samples, args.seed)):
+    seeds = [args.seed + i for i in range(len(prompts))]
+    rows = []
+    for i, (_, images) in enumerate(draw(wrapper, prompts, args.samples, seeds)):
         for j, image in enumerate(images):
             image.save(args.out / f"{i:03}_{j}.png")
-        rows.append([prompts[i].split("\t")[0], *images])
-    draw_film(rows, columns=1 + args.samples).save(args.out / "sheet.png")
-    print(f"{adapter or config.model}: {len(prompts)} prompt(s) at {config.width} x "
-          f"{config.height}, files: {args.out.absolute()}")
+        sources = [open_source(prompts[i].source)] if hasattr(prompts[i], "source") else []
+        rows.append([prompts[i], *sources, *images])
+    save_film(args.out / "sheet.png", rows, columns=2 + args.samples)
+    print(f"{len(prompts)} prompt(s) at {run.config.width} x {run.config.height}, "
+          f"files: {args.out.absolute()}")
+
+def main(args):
+    try:
+        generate(args)
+    except grpo.BadInput as error:
+        fail(error)
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

@@ -10,11 +10,13 @@
 `report` and `bench` also take the flags of grpo.py. `--model random` has GLM-Image's real sizes and
 random weights, so that nothing is downloaded; it needs a GPU. `--model tiny` is the tiny GLM-Image.
 """
-import argparse, collections, contextlib, dataclasses, functools, itertools, math, platform
+import argparse, collections, contextlib, dataclasses, functools, itertools, math, platform, re
 import statistics, sys, time, weakref
 from pathlib import Path
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+import grpo  # before torch, which reads when it is imported how threads are to wait
 import diffusers
 import numpy as np
 import torch
@@ -22,14 +24,14 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
-import grpo
-from examples import edit
-from examples.make import tiny
+from examples import edit, janus, sft
+from examples.make import janus as small_janus, tiny
 
 aten = torch.ops.aten
+META = torch.device("meta")
+GIB = 2**30
 
 class QuietTrainer(grpo.GRPOTrainer):
     """It writes no files, and prints nothing."""
@@ -46,6 +48,15 @@ class QuietTrainer(grpo.GRPOTrainer):
     def log(self, step, metrics):
         self.history.append(metrics)
 
+def print_row(*cells):
+    """Of a table; numbers have one digit after the point."""
+    cells = [f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in cells]
+    print("|", " | ".join(cells), "|", flush=True)
+
+def print_head(text):
+    print_row(text)
+    print_row(*["---"] * len(text.split(" | ")))
+
 # --- GLM-Image in its real sizes ----------------------------------------------
 V = 16384  # codes
 
@@ -53,7 +64,7 @@ def make_real(device):
     """GLM-Image in its real sizes with random bf16 weights, made on `device`, left on the CPU. It
     knows the tiny model's words. VAE and text encoder are taken to be CogView4's and about ByT5
     small's."""
-    home = "meta" if device == torch.device("meta") else "cpu"
+    home = "meta" if device == META else "cpu"
     rotary = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5,
                   mrope_section=(8, 12, 12))
     config = transformers.GlmImageConfig(
@@ -80,77 +91,133 @@ def make_real(device):
     return diffusers.GlmImagePipeline(
         small.tokenizer, small.processor, t5, ar, vae, dit, small.scheduler)
 
-# --- An imagined GPU: the `meta` device, where a tensor has a size and no contents ---
+# --- Counting what Python asks of a device -------------------------------------
 NO_KERNEL = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty,
              aten.new_empty_strided, aten._local_scalar_dense}
 
 def is_on(tensor, kind):
     return isinstance(tensor, torch.Tensor) and tensor.device.type == kind
 
-def computes(function, args, kind):
-    """Does this operation start a kernel on a device of this kind?"""
-    if function.is_view or function.overloadpacket in NO_KERNEL:
-        return False
-    return any([is_on(tensor, kind) for tensor in tree_leaves(args)])
+class CountOperations(TorchDispatchMode):
+    """Operations so far on grpo.DEVICE: kernels, as a profiler would count them on a GPU, or
+    nearly; copies from and to the host; numbers that the host waits for. A copy to the host waits,
+    too."""
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
 
-def describe(value):
-    """What the shape of an operation's result depends on."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, (list, tuple)):
-        return tuple([describe(part) for part in value])
-    return type(value), value
+    def note(self, function):
+        """-> the function, and a list of the counts before and after each of its calls."""
+        notes = []
 
-class FakeGPU(TorchDispatchMode):
+        def call(*args, **kwargs):
+            notes.append(self.counts.copy())
+            result = function(*args, **kwargs)
+            notes.append(self.counts.copy())
+            return result
+
+        return call, notes
+
+    def count(self, function, args, kwargs):
+        """-> whether a tensor on the device is read."""
+        kind = grpo.DEVICE.type
+        reads = any([is_on(leaf, kind) for leaf in tree_leaves((args, kwargs))])
+        starts_none = function.is_view or function.overloadpacket in NO_KERNEL
+        self.counts["kernels"] += reads and not starts_none
+        if function is aten._local_scalar_dense.default:
+            self.counts["waits"] += reads
+        elif function is aten._to_copy.default and kwargs.get("device") is not None:
+            self.counts["copies in"] += is_on(args[0], "cpu") and kwargs["device"].type == kind
+            self.counts["copies out"] += reads and kwargs["device"].type == "cpu"
+        elif function is aten.copy_.default:
+            self.counts["copies in"] += is_on(args[0], kind) and is_on(args[1], "cpu")
+            self.counts["copies out"] += is_on(args[0], "cpu") and is_on(args[1], kind)
+        return reads
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count(function, args, kwargs or {})
+        return function(*args, **kwargs or {})
+
+# --- An imagined GPU: the `meta` device, where a tensor has a size and no contents ---
+class FakeGPU(CountOperations):
     """`meta` stands for the GPU, the CPU is the host. Every operation passes through here. A
     storage counts from the operation that makes it until nobody holds it any more, in blocks of 512
     bytes, as on a GPU. Weights are added by hand: with offloading, those of the half that is held
-    alone."""
+    alone.
+    Whole numbers from the host, and what follows from them alone, have contents: `transformers`
+    looks at the mask of the prompts to decide whether it needs one of its own."""
     def __init__(self, *halves):
         super().__init__()
         self.alive = {}  # storages: a weak reference, bytes
-        self.results = {}  # of operations seen before; to ask PyTorch again takes most of the time
+        self.contents = {}  # storages: a tensor on the host
         self.sizes = {half: sum([w.nbytes for w in half.parameters()]) for half in halves}
         self.weights = {"on": 0, "off": sum(self.sizes.values())}  # on the GPU, by --offload
+        self.peaks = {}
         self.now = 0  # bytes beside the weights
-        # Operations so far: kernels, copies from and to the host, and numbers that the host waits
-        # for. A copy to the host waits, too.
-        self.counts = collections.Counter()
         for half in halves:
             for tensor in itertools.chain(half.parameters(), half.buffers()):
                 self.see(tensor)
         self.now = 0
-        self.forget_peaks()
 
-    def forget_peaks(self):
-        self.peaks = {"on": 0, "off": 0}
-
-    def grow(self, size):
-        self.now += size
-        for offload, weights in self.weights.items():
-            self.peaks[offload] = max(self.peaks[offload], weights + self.now)
+    def measure(self, **phases):
+        """Calls a function for each phase -> the highest GiB, {phase: {"on", "off"}}."""
+        resident = self.now
+        gib = {}
+        for name, function in phases.items():
+            self.peaks = {"on": 0, "off": 0}
+            function()
+            gib[name] = {offload: peak / GIB for offload, peak in self.peaks.items()}
+            left = self.now - resident
+            assert left < 2**20, f"{name} leaves {left} bytes behind"
+        return gib
 
     def see(self, tensor):
-        """-> True if it is new, and all of its storage."""
+        """Counts its storage, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.alive:
-            return False
-        size = -(-storage.nbytes() // 512) * 512
-        self.alive[key] = weakref.ref(storage, lambda _: self.forget(key)), size
-        if hasattr(self, "peaks"):
-            self.grow(size)
-        return storage.nbytes() == tensor.nbytes
+        if key not in self.alive:
+            size = (storage.nbytes() + 511) // 512 * 512
+            self.alive[key] = weakref.ref(storage, lambda _: self.forget(key)), size
+            self.now += size
+            for offload in self.peaks:
+                self.peaks[offload] = max(self.peaks[offload], self.weights[offload] + self.now)
 
     def forget(self, key):
         self.now -= self.alive.pop(key)[1]
+        self.contents.pop(key, None)
 
     def move_to_gpu(self, half):
         """In the place of that of TwoHalves: with offloading the GPU holds this half alone."""
         self.weights["on"] = self.sizes[half]
 
-    def without_contents(self, function, args, kwargs):
-        """What cannot be had from a tensor without contents, made up; None where it can."""
+    def to_host(self, value):
+        """A tensor on the GPU -> its contents. Raises KeyError if it has none."""
+        if is_on(value, "meta"):
+            contents = self.contents[value.untyped_storage()._cdata]
+            return contents.as_strided(value.shape, value.stride(), value.storage_offset())
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def from_host(self, value):
+        """The opposite. Only whole numbers have contents."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        result = torch.empty(value.shape, dtype=value.dtype, device=META)
+        self.see(result)
+        if not value.is_floating_point():
+            self.contents[result.untyped_storage()._cdata] = value.contiguous()
+        return result
+
+    def compute_with_contents(self, function, args, kwargs):
+        """-> None if a tensor has none."""
+        try:
+            result = function(*tree_map(self.to_host, args), **tree_map(self.to_host, kwargs))
+        except KeyError:
+            return None
+        stays = kwargs.get("device") == torch.device("cpu")
+        return result if stays else tree_map(self.from_host, result)
+
+    def make_up(self, function, args, kwargs):
+        """What cannot be had from a tensor without contents; None where it can."""
         if function is aten._local_scalar_dense.default:
             return 1  # `.item()`: any number will do
         if function is aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
@@ -160,35 +227,23 @@ class FakeGPU(TorchDispatchMode):
             # The glyphs that are no padding: all of them.
             return args[0].flatten(0, args[1][0].dim() - 1)
 
-    def count(self, function, args, kwargs):
-        self.counts["kernels"] += computes(function, (args, kwargs), "meta")
-        if function is aten._local_scalar_dense.default:
-            self.counts["waits"] += is_on(args[0], "meta")
-        elif function is aten._to_copy.default and kwargs.get("device") is not None:
-            self.counts["copies in"] += is_on(args[0], "cpu") and kwargs["device"].type == "meta"
-            self.counts["copies out"] += is_on(args[0], "meta") and kwargs["device"].type == "cpu"
-        elif function is aten.copy_.default:
-            self.counts["copies in"] += is_on(args[0], "meta") and is_on(args[1], "cpu")
-            self.counts["copies out"] += is_on(args[0], "cpu") and is_on(args[1], "meta")
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self.count(function, args, kwargs)
+        reads = self.count(function, args, kwargs)
+        if function._schema.is_mutable and is_on(args[0], "meta"):
+            self.contents.pop(args[0].untyped_storage()._cdata, None)
         if function.is_view or function._schema.is_mutable:
             return function(*args, **kwargs)  # nothing new
-        on_gpu = len(args) > 0 and is_on(args[0], "meta")
-        made_up = self.without_contents(function, args, kwargs) if on_gpu else None
-        if made_up is not None:
-            return made_up
-        key = describe([function, args, list(kwargs.items())])
-        if key in self.results:
-            shape, stride, dtype = self.results[key]
-            result = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        else:
-            result = function(*args, **kwargs)
+        if reads or (function is aten._to_copy.default and kwargs.get("device") == META):
+            result = self.compute_with_contents(function, args, kwargs)
+            if result is None and reads:
+                result = self.make_up(function, args, kwargs)
+            if result is not None:
+                return result
+        result = function(*args, **kwargs)
         for tensor in tree_leaves(result):
-            if is_on(tensor, "meta") and self.see(tensor) and tensor is result:
-                self.results[key] = tensor.shape, tensor.stride(), tensor.dtype
+            if is_on(tensor, "meta"):
+                self.see(tensor)
         return result
 
     def attend(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
@@ -212,49 +267,31 @@ class FakeGPU(TorchDispatchMode):
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
-class Normalize(torch.autograd.Function):
-    """In the place of `F.rms_norm`: on a GPU it is one kernel each way, while on other devices
-    PyTorch composes it. A product has the same shapes and stands for each. Kept are the input, the
-    weight and a number a row."""
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[1], None
-
-def make_fake_wrapper(Wrapper, config):
-    with mock.patch.object(grpo, "DEVICE", torch.device("meta")):
-        return Wrapper(make_real(torch.device("meta")), config)
-
 @contextlib.contextmanager
-def imagine(wrapper):
-    """Inside, grpo.py takes the meta device for a GPU -> a FakeGPU. Real numbers are wanted by the
-    prompts, which are read on the host, and by the scheduler."""
-    gpu = FakeGPU(wrapper.ar, wrapper.dit)
-    encode = wrapper.encode
+def imagine(gpu):
+    """Inside, grpo.py takes the meta device for a GPU."""
+    tensor = torch.tensor
 
-    def encode_on_host(prompts):
-        with mock.patch.object(grpo, "DEVICE", torch.device("cpu")):
-            tensors = encode(prompts)
-        return [torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype,
-                                    device="meta") for tensor in tensors]
+    def make_tensor(data, device=None, **kwargs):  # else it would have no contents
+        return tensor(data, **kwargs).to(device=device)
 
-    def normalize(x, normalized_shape, weight, eps):
-        return Normalize.apply(x, weight)
-
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler  # it looks for a time in a list of them
     with (
-        mock.patch.object(grpo, "DEVICE", torch.device("meta")),
-        mock.patch.object(wrapper, "encode", encode_on_host),
-        mock.patch.object(wrapper, "move_to_gpu", gpu.move_to_gpu),
+        mock.patch.object(grpo, "DEVICE", META),
+        mock.patch.object(torch, "tensor", make_tensor),
         mock.patch.object(F, "scaled_dot_product_attention", gpu.attend),
-        mock.patch.object(F, "rms_norm", normalize),
-        mock.patch.object(type(wrapper.pipe.scheduler), "index_for_timestep", return_value=0),
+        mock.patch.object(scheduler, "index_for_timestep", return_value=0),
         gpu,
     ):
-        yield gpu
+        yield
+
+def imagine_real(Wrapper, config):
+    """-> a wrapper in GLM-Image's real sizes, and a FakeGPU for it."""
+    with mock.patch.object(grpo, "DEVICE", META):
+        wrapper = Wrapper(make_real(META), config)
+    gpu = FakeGPU(wrapper.ar, wrapper.dit)
+    wrapper.move_to_gpu = gpu.move_to_gpu
+    return wrapper, gpu
 
 def warm_up(trainer):
     """AdamW's memory exists from the first step on."""
@@ -267,168 +304,154 @@ def warm_up(trainer):
 def skip_tokens(forward, T):
     """`forward` for a sampler of T tokens: only the prompts and the last three, beside what is kept
     of all."""
-    fed = []
+    shapes = []  # of the logits of each pass
 
-    def forward_rarely(ids, mask, position_ids, num_last, cache):
-        if ids.shape[1] == 1:
-            fed.append(True)
-        if 0 < len(fed) < T - 3:
-            return torch.empty(len(ids), num_last, V, device="meta")
-        return forward(ids, mask, position_ids, num_last, cache)
+    def forward_rarely(*args):
+        if 0 < len(shapes) < T - 3:
+            logits = torch.zeros(shapes[0], device=grpo.DEVICE)
+        else:
+            logits = forward(*args)
+        shapes.append(logits.shape)
+        return logits
 
     return forward_rarely
 
+def count_step(gpu, wrapper, prompts, T):
+    """Highest GiB alive on the GPU in the second step, of two micro-batches -> {phase: {"on",
+    "off"}}, by --offload, and the counts of one more token and of a micro-batch of one prompt."""
+    config = wrapper.config
+    size = config.micro_batch_size
+    rollout = grpo.Rollout(prompts[:1] * 2 * size, torch.zeros(2 * size, T).long(),
+                           torch.zeros(2 * size, T), torch.ones(2 * size, T, V).bool())
+    with imagine(gpu):
+        trainer = QuietTrainer(config, wrapper, prompts, {})
+        warm_up(trainer)
+        compute_logprobs = wrapper.compute_logprobs
+        wrapper.compute_logprobs, passes = gpu.note(compute_logprobs)
+        peaks = gpu.measure(update=lambda: trainer.train_step(rollout, torch.zeros(2 * size)))
+        wrapper.forward, tokens = gpu.note(skip_tokens(wrapper.forward, T))
+        peaks |= gpu.measure(
+            sample=lambda: wrapper.sample(prompts, config.group_size, range(len(prompts))),
+            decode=lambda: wrapper.decode(prompts[:1], rollout.tokens[:size], [0]))
+    # Of both micro-batches first the reference, then the policy with its gradient.
+    update = (passes[2] - passes[0]) + (passes[6] - passes[4])
+    return peaks, dict(sample=tokens[-2] - tokens[-4], update=update)
+
 def count_memory(side, num_prompts, micro_batch_size=1, group_size=4,
                  Wrapper=grpo.GLMImageWrapper):
-    """Highest GiB alive on the GPU in the second step, of two micro-batches -> {phase: {"on",
-    "off"}}, by --offload, and the counts of one more token, DiT pass and micro-batch."""
-    draft = 0 if Wrapper is edit.EditWrapper else 256
-    T = draft + (side // 32) ** 2
-    n = 2 * micro_batch_size
+    """For GLM-Image -> as above, with the counts of a DiT pass. All but one prompt are padded."""
+    prompts = ["red" + " red" * 39] + ["red"] * (num_prompts - 1)
     config = grpo.Config(width=side, height=side, batch_size=num_prompts, group_size=group_size,
                          micro_batch_size=micro_batch_size, decode_steps=2, offload="off")
-    prompt = "red " * 40 if draft else "red " * 40 + "\tsource.png"
-    rollout = grpo.Rollout([prompt] * n, torch.zeros(n, T).long(), torch.zeros(n, T),
-                           torch.ones(n, T, V).bool())
-    wrapper = make_fake_wrapper(Wrapper, config)
+    wrapper, gpu = imagine_real(Wrapper, config)
+    dit = wrapper.pipe.transformer
+    dit.forward, strokes = gpu.note(dit.forward)
+    T = 256 + (side // 32) ** 2
     source = Image.new("RGB", (side, side))
-    codes = torch.zeros(side // 32, side // 32).long()
-    wrapper.load_source = lambda path: (source.size, codes)
-    marks = collections.defaultdict(list)  # the counts so far, at each call of a function
-
-    def marked(name, function):
-        def call(*args, **kwargs):
-            marks[name].append(gpu.counts.copy())
-            result = function(*args, **kwargs)
-            marks[f"end of {name}"].append(gpu.counts.copy())
-            return result
-
-        return call
-
-    def update():
-        compute = marked("compute_logprobs", wrapper.compute_logprobs)
-        with mock.patch.object(wrapper, "compute_logprobs", compute):
-            trainer.train_step(rollout, torch.zeros(n))
-        # Of both micro-batches first the reference, then the policy with its gradient.
-        reference, _, policy, last = marks["compute_logprobs"]
-        return (marks["compute_logprobs"][1] - reference) + (last - policy)
-
-    def sample():
-        rarely = marked("forward", skip_tokens(wrapper.forward, T))
-        with mock.patch.object(wrapper, "forward", rarely):
-            drawn = wrapper.sample([prompt] * num_prompts, group_size, range(num_prompts))
-        assert not drawn.allowed.is_meta  # of all tokens they are large
-        return marks["forward"][-1] - marks["forward"][-2]
-
-    def decode():
-        transformer = wrapper.pipe.transformer
-        with (mock.patch.object(transformer, "forward", marked("dit", transformer.forward)),
-              mock.patch.object(edit, "open_source", lambda path: source)):
-            wrapper.decode([prompt], rollout.tokens[:micro_batch_size], [0])
-        return marks["end of dit"][0] - marks["dit"][0]
-
-    peaks = {}
-    counts = {}
-    with imagine(wrapper) as gpu:
-        trainer = QuietTrainer(config, wrapper, [prompt], {})
-        warm_up(trainer)
-        resident = gpu.now
-        for phase in (update, sample, decode):
-            gpu.forget_peaks()
-            counts[phase.__name__] = phase()
-            peaks[phase.__name__] = {offload: gib / 2**30 for offload, gib in gpu.peaks.items()}
-            left = gpu.now - resident
-            assert left < 2**20, f"{phase.__name__} leaves {left} bytes behind"
-    return peaks, counts
+    if Wrapper is edit.EditWrapper:
+        T -= 256  # there is no draft
+        prompts = [edit.Edit(prompt, "source.png") for prompt in prompts]
+        codes = torch.zeros(side // 32, side // 32).long()
+        wrapper.load_source = lambda path: (source.size, codes)
+    with mock.patch.object(edit, "open_source", lambda path: source):
+        peaks, counts = count_step(gpu, wrapper, prompts, T)
+    return peaks, counts | dict(decode=strokes[1] - strokes[0])
 
 def count_vision(side, alone):
     """Highest GiB while a picture is made into codes: by the tower alone, or, as for edit.py, while
-    the policy is on the GPU, too. Like `encode_images`, part by part, as the sizes of the pictures
-    are read from a tensor, which has no contents here."""
-    ar = make_real(torch.device("meta")).vision_language_encoder
-    model = ar.model
-    grid = side // 32
-    N = grid**2
+    the policy is on the GPU, too."""
+    pipe = make_real(META)
+    model = pipe.vision_language_encoder.model
     tower = torch.nn.ModuleList([model.visual, model.vqmodel])
-    gpu = FakeGPU(tower if alone else ar)
-    with mock.patch.object(F, "scaled_dot_product_attention", gpu.attend), torch.no_grad(), gpu:
-        features = model.visual.patch_embed(torch.empty(N, 3 * 16 * 16, device="meta"))
-        places = torch.empty(N, device="meta")
-        sizes = torch.ones(1, 3, device="meta")
-        features = model.visual.embeddings(features, [N], sizes, places, places)
-        for block in model.visual.blocks:
-            features = block(features, cu_seqlens=torch.tensor([0, N]))
-        model.vqmodel.encode(features.T.reshape(1, -1, grid, grid))
-    return gpu.peaks["off"] / 2**30
+    gpu = FakeGPU(tower if alone else pipe.vision_language_encoder)
+    pictures = [Image.new("RGB", (side, side))]
+    with imagine(gpu):
+        return gpu.measure(see=lambda: edit.encode_images(pipe, pictures))["see"]["off"]
 
 def count_sft(side, size):
     """Highest GiB with --offload on in a step of sft.py, of two micro-batches."""
-    from examples import sft
     config = grpo.Config(width=side, height=side, micro_batch_size=size, batch_size=2 * size,
                          offload="off")
-    wrapper = make_fake_wrapper(grpo.GLMImageWrapper, config)
+    wrapper, gpu = imagine_real(grpo.GLMImageWrapper, config)
+    captions = ["red" + " red" * 39] * 2 * size
     codes = torch.zeros(2 * size, 256 + (side // 32) ** 2).long()
 
     class QuietSFT(QuietTrainer, sft.SFTTrainer):
         pass
 
-    with imagine(wrapper) as gpu:
-        trainer = QuietSFT(config, wrapper, ["red " * 40] * len(codes), codes)
+    with imagine(gpu):
+        trainer = QuietSFT(config, wrapper, captions, codes, None)
         warm_up(trainer)
-        gpu.forget_peaks()
-        sft.SFTTrainer.train_step(trainer, torch.arange(len(codes)))
-    return gpu.peaks["on"] / 2**30
+        rows = torch.arange(2 * size)
+        return gpu.measure(step=lambda: trainer.train_step(rows))["step"]["on"]
+
+JANUS = {  # billions of weights: what differs between the two Janus-Pro
+    1: dict(hidden_size=2048, num_hidden_layers=24, num_attention_heads=16,
+            intermediate_size=5632),
+    7: dict(hidden_size=4096, num_hidden_layers=30, num_attention_heads=32,
+            intermediate_size=11008)}
+
+def count_janus(billions, micro_batch_size):
+    """As count_step, for 8 x 4 images and prompts of 64 tokens, all but one of them padded."""
+    width = JANUS[billions]["hidden_size"]
+    config = transformers.JanusConfig(
+        text_config=dict(JANUS[billions], vocab_size=102400),
+        vq_config=dict(image_token_embed_dim=width, projection_dim=width))
+    with META, transformers.modeling_utils.local_torch_dtype(torch.bfloat16):
+        model = transformers.JanusForConditionalGeneration(config)
+    model.generation_config.pad_token_id = 0
+    settings = grpo.Config(**janus.Janus.defaults, micro_batch_size=micro_batch_size)
+    with mock.patch.object(grpo, "DEVICE", META):
+        wrapper = janus.Janus(small_janus.make_processor(), model, settings)
+    halves = [part for name, part in model.model.named_children()
+              if name not in ("vision_model", "aligner")]
+    return count_step(FakeGPU(*halves), wrapper, ["red" + " red" * 61] + ["red"] * 7, wrapper.T)
 
 ROWS = [(512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4), (1024, 8, 4, 1), (1024, 8, 4, 4),
         (1024, 8, 16, 1)]  # side, prompts, group, micro-batch
+PHASES = dict(sample="a token", decode="a DiT pass", update="a micro-batch of one prompt")
 
 def measure_memory(args):
-    """Tables of docs/figures.md."""
-    def gib(*modules):
-        return sum([w.nbytes for module in modules for w in module.parameters()]) / 2**30
-
-    pipe = make_real(torch.device("meta"))
-    ar = pipe.vision_language_encoder
-    to_decode = [pipe.text_encoder, pipe.transformer, pipe.vae]
-    print(f"GiB of weights in bf16: {gib(ar.model.language_model, ar.lm_head):.1f} to sample and "
-          f"update, {gib(*to_decode):.1f} to decode, {gib(ar, *to_decode):.1f} in all.\n\n"
-          "GiB with --offload on / off:\n\n"
-          "| size | prompts x group | micro-batch | sample | decode | update |\n"
-          "|---|---|---|---|---|---|", flush=True)
+    """Tables of docs/figures.md: GiB with --offload on / off, and what is counted in each row."""
+    _, gpu = imagine_real(grpo.GLMImageWrapper, grpo.Config(offload="off"))
+    ar, dit = [size / GIB for size in gpu.sizes.values()]
+    print(f"Weights in bf16: {ar:.1f} GiB to sample and update, {dit:.1f} to decode.\n")
+    print_head("size | prompts x group | micro-batch | sample | decode | update")
     counted = {}
-    for row in args.rows:
+    for row in args.numbers:
         side, num_prompts, group_size, size = ROWS[row]
         peaks, counted[row] = count_memory(side, num_prompts, size, group_size)
-        pairs = [peaks[phase] for phase in ("sample", "decode", "update")]
-        cells = [f"{pair['on']:.1f} / {pair['off']:.1f}" for pair in pairs]
-        print(f"| {side} | {num_prompts} x {group_size} | {size} |", " | ".join(cells), "|",
-              flush=True)
-    print("\nCounted in each of them:\n\n"
-          "| row | what | kernels | copies to the GPU | copies back | other waits | "
-          "attention with a mask |\n|---|---|---|---|---|---|---|")
-    names = dict(sample="a token", decode="a DiT pass", update="a micro-batch of one prompt")
-    for row, phases in counted.items():
-        for phase, name in names.items():
-            c = phases[phase]
-            print(f"| {row} | {name} | {c['kernels']:,} | {c['copies in']} | {c['copies out']} "
-                  f"| {c['waits']} | {c['masks']} of {c['attention']} |")
+        cells = [f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}" for phase in PHASES]
+        print_row(side, f"{num_prompts} x {group_size}", size, *cells)
+    print()
+    print_head("row | what | kernels | copies to the GPU | copies back | other waits | "
+               "attention with a mask")
+    for row, (phase, name) in itertools.product(counted, PHASES.items()):
+        c = counted[row][phase]
+        print_row(row, name, f"{c['kernels']:,}", c["copies in"], c["copies out"], c["waits"],
+                  f"{c['masks']} of {c['attention']}")
 
 def measure_edits(args):
     """The table of docs/edit.md, with --offload on. The vision tower comes when a source is seen
     for the first time."""
-    print("| size | encode a source | sample | decode | update |\n|---|---|---|---|---|")
-    for side in args.sides:
+    print_head("size | encode a source | sample | decode | update")
+    for side in args.numbers:
         peaks, _ = count_memory(side, 8, Wrapper=edit.EditWrapper)
-        cells = [peaks[phase]["on"] for phase in ("sample", "decode", "update")]
-        cells = [count_vision(side, alone=False), *cells]
-        print(f"| {side} |", " | ".join([f"{cell:.1f}" for cell in cells]), "|", flush=True)
+        print_row(side, count_vision(side, alone=False), *[peaks[phase]["on"] for phase in PHASES])
 
 def measure_sft(args):
     """The table of docs/sft.md, with --offload on."""
-    print("| size | vision tower | micro-batch of 1 | micro-batch of 4 |\n|---|---|---|---|")
-    for side in args.sides:
-        cells = [count_vision(side, alone=True), count_sft(side, 1), count_sft(side, 4)]
-        print(f"| {side} |", " | ".join([f"{cell:.1f}" for cell in cells]), "|", flush=True)
+    print_head("size | vision tower | micro-batch of 1 | micro-batch of 4")
+    for side in args.numbers:
+        print_row(side, count_vision(side, alone=True), count_sft(side, 1), count_sft(side, 4))
+
+def measure_janus(args):
+    """The table of docs/janus.md: GiB for 8 prompts x 4 images, and kernels."""
+    print_head("weights | micro-batch | sample | decode | update | kernels a token | an update")
+    for billions, size in itertools.product(args.numbers, (1, 4)):
+        peaks, counts = count_janus(billions, size)
+        kernels = [f"{counts[phase]['kernels']:,}" for phase in ("sample", "update")]
+        print_row(f"{billions} B", size, *[peaks[phase]["off"] for phase in PHASES], *kernels)
 
 # --- A report, and the benchmark ----------------------------------------------
 def clock(function, *args):
@@ -439,83 +462,91 @@ def clock(function, *args):
         torch.cuda.synchronize()
     return time.perf_counter() - start, result
 
-def load(flags, **defaults):
-    """-> config, wrapper. The model may be `random` or `tiny`."""
+def check_room():
+    """A host without room kills a process without a word."""
+    meminfo = Path("/proc/meminfo")
+    host = 2**20 * GIB
+    if meminfo.exists():  # on Linux
+        host = 1024 * int(re.search(r"MemAvailable: *(\d+)", meminfo.read_text())[1])
+    container = Path("/sys/fs/cgroup/memory.max")  # it may allow less than the machine has
+    if container.exists() and container.read_text().strip().isdigit():
+        host = min(host, int(container.read_text()))
+    gpu, _ = torch.cuda.mem_get_info()
+    if gpu < 21 * GIB or host < 35 * GIB:
+        raise grpo.BadInput(
+            "--model random needs 21 GiB of free memory on the GPU and 35 on the host, and there "
+            f"are {gpu / GIB:.1f} and {host / GIB:.1f}")
+
+def read_settings(flags, **defaults):
+    """-> config. The model may be `random` or `tiny`."""
     config = grpo.parse_args(flags, **defaults)
+    if config.wrapper:
+        raise grpo.BadInput("--wrapper: only GLM-Image is measured")
+    if config.model == "tiny":
+        own = [f"--model={grpo.TINY_MODEL}"]  # what is typed last counts
+        return grpo.parse_args([*flags, *own], **defaults)
     if config.model == "random":
         if not grpo.CUDA:
             raise grpo.BadInput("--model random is 33 GiB of weights and needs a GPU; without one, "
                                 "type --model tiny")
-        pipe = make_real(grpo.DEVICE)
-        torch.cuda.empty_cache()
-        return config, grpo.GLMImageWrapper(pipe, config)
-    if config.model == "tiny":
-        own = [f"--model={grpo.TINY_MODEL}"]  # what is typed last counts
-        config = grpo.parse_args([*flags, *own], **defaults)
-    return config, grpo.GLMImageWrapper.from_pretrained(config.model, config)
+        check_room()
+    return config
+
+def load(config):
+    if config.model != "random":
+        return grpo.GLMImageWrapper.from_pretrained(config.model, config)
+    pipe = make_real(grpo.DEVICE)
+    torch.cuda.empty_cache()
+    return grpo.GLMImageWrapper(pipe, config)
 
 def name_device():
     if not grpo.CUDA:
         return f"CPU, {torch.get_num_threads()} thread(s)"
-    return f"{torch.cuda.get_device_name()}, {grpo.GPU_GIB:.1f} GiB"
-
-class CountKernels(TorchDispatchMode):
-    """Operations that start a kernel, such as a profiler would count on a GPU, or nearly."""
-    kernels = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        self.kernels += computes(function, (args, kwargs), grpo.DEVICE.type)
-        return function(*args, **kwargs)
-
-def count_in_call(owner, name, skip, function):
-    """Runs `function`, and counts the kernels of one call of owner.name, after `skip` others."""
-    original = getattr(owner, name)
-    counter = CountKernels()
-    calls = itertools.count()
-
-    def call(*args, **kwargs):
-        with counter if next(calls) == skip else contextlib.nullcontext():
-            return original(*args, **kwargs)
-
-    with mock.patch.object(owner, name, call):
-        function()
-    return counter.kernels
+    gpu = torch.cuda.get_device_properties(grpo.DEVICE)
+    return f"{gpu.name}, {gpu.total_memory / GIB:.1f} GiB"
 
 def measure_report(args):
     """What somebody with a GPU can paste into an issue: seconds, GiB, kernels, rounding, NaN."""
     model = "random" if grpo.CUDA else "tiny"
-    config, wrapper = load(args.flags, model=model, micro_batch_size=1)
+    config = read_settings(args.flags, model=model, micro_batch_size=1, decode_steps=5)
+    print(name_device(), f"Python {platform.python_version()}", f"CUDA {torch.version.cuda}",
+          *[f"{module.__name__} {module.__version__}"
+            for module in (torch, transformers, diffusers)], sep=", ")
+    names = "model width height batch_size group_size micro_batch_size decode_steps guidance"
+    print(*[f"{name} {getattr(config, name)}" for name in names.split()], sep=", ", flush=True)
+    wrapper = load(config)  # the first line comes before, as this takes half a minute
+    print(f"offload {wrapper.offload}\n", flush=True)
     short, long = "a red fox", "a blue door in a white wall, beside a yellow bicycle"
-    rewards = grpo.load_rewards("color")
-    trainer = QuietTrainer(config, wrapper, [short, long], rewards)
-    versions = [f"{module.__name__} {module.__version__}"
-                for module in (torch, transformers, diffusers)]
-    print(f"{name_device()}; Python {platform.python_version()}, {', '.join(versions)}, "
-          f"CUDA {torch.version.cuda}\n"
-          f"{config.model}, {config.width} x {config.height}, {config.batch_size} prompts x "
-          f"{config.group_size}, micro-batch {config.micro_batch_size}, {config.decode_steps} "
-          f"decode steps, guidance {config.guidance}, offload {wrapper.offload}, "
-          f"compile {config.compile}\n", flush=True)
-    # A small step first: it warms up, and its kernels are counted.
-    token = count_in_call(
-        wrapper, "forward", 5, lambda: wrapper.sample([short], config.group_size, [0]))
-    rollout = wrapper.sample([short], config.group_size, [0])
-    passes = count_in_call(
-        wrapper.pipe.transformer, "forward", 0,
-        lambda: wrapper.decode([short], rollout.tokens[:1].expand(2, -1), [0]))
-    counter = CountKernels()
-    with counter:
-        part = rollout.part(slice(config.micro_batch_size))
-        trainer.train_step(part, torch.ones(len(part.prompts)))
-    print(f"kernels: {token:,} a token before it is drawn, {passes:,} a DiT pass, "
-          f"{counter.kernels:,} an update of {len(part.prompts)} image(s)\n", flush=True)
+    trainer = QuietTrainer(config, wrapper, [short, long])
+    report_kernels(config, trainer, short)
     report_phases(config, trainer, short)
     report_padding(config, trainer, short, long)
 
+def report_kernels(config, trainer, prompt):
+    """A small step, which also warms up, with few of its tokens."""
+    wrapper = trainer.wrapper
+    dit = wrapper.pipe.transformer
+    ids, mask, _ = wrapper.encode([prompt])
+    few = skip_tokens(wrapper.forward, mask.shape[1] - ids.shape[1])
+    with CountOperations() as counter:
+        forward, tokens = counter.note(few)
+        with mock.patch.object(wrapper, "forward", forward):
+            rollout = wrapper.sample([prompt], config.group_size, [0])
+        forward, passes = counter.note(dit.forward)
+        with mock.patch.object(dit, "forward", forward):
+            wrapper.decode([prompt], rollout.tokens[:1].expand(2, -1), [0])
+        part = rollout.part(slice(config.micro_batch_size))
+        start = counter.counts.copy()
+        trainer.train_step(part, torch.ones(len(part.prompts)))
+    counts = tokens[-2] - tokens[-4], passes[1] - passes[0], counter.counts - start
+    token, stroke, update = [f"{count['kernels']:,}" for count in counts]
+    print(f"kernels: {token} a token, {stroke} a DiT pass, {update} an update of "
+          f"{len(part.prompts)} image(s)\n", flush=True)
+
 def report_phases(config, trainer, prompt):
     """Seconds and memory of a whole step."""
-    print("| phase | seconds | GiB in tensors | GiB reserved |\n|---|---|---|---|", flush=True)
+    print_head("phase | seconds | GiB in tensors | GiB reserved")
+    decode = f"decode, {config.decode_steps} step(s)"
     prompts = [prompt] * config.batch_size
     seeds = range(config.batch_size)
 
@@ -524,13 +555,12 @@ def report_phases(config, trainer, prompt):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         seconds, result = clock(function, *args)
-        used = torch.cuda.max_memory_allocated() / 2**30
-        reserved = torch.cuda.max_memory_reserved() / 2**30
-        print(f"| {name} | {seconds:.2f} | {used:.2f} | {reserved:.2f} |", flush=True)
+        print_row(name, f"{seconds:.2f}", torch.cuda.max_memory_allocated() / GIB,
+                  torch.cuda.max_memory_reserved() / GIB)
         return result
 
     rollout = measure("sample", trainer.wrapper.sample, prompts, config.group_size, seeds)
-    images = measure("decode", trainer.wrapper.decode, prompts, rollout.tokens, seeds)
+    images = measure(decode, trainer.wrapper.decode, prompts, rollout.tokens, seeds)
     rewards, _ = grpo.compute_rewards(
         images, rollout.prompts, [None] * len(images), trainer.rewards)
     advantages = grpo.compute_advantages(rewards, config.group_size)
@@ -541,10 +571,10 @@ def report_phases(config, trainer, prompt):
           f"entropy {metrics['entropy']:.3g}, grad_norm {metrics['grad_norm']:.3g}", flush=True)
 
 def report_padding(config, trainer, short, long):
-    """A micro-batch of prompts of different length, where a padded row has no key to attend to."""
-    rollout = trainer.wrapper.sample([short, long], 2, [0, 1])
-    trainer.config.micro_batch_size = 4
-    metrics = trainer.train_step(rollout, torch.tensor([1.0, -1.0, 1.0, -1.0]))
+    """A micro-batch of two prompts, where the padding of the shorter has no key to attend to."""
+    rollout = trainer.wrapper.sample([short, long], 1, [0, 1])
+    trainer.config.micro_batch_size = 2
+    metrics = trainer.train_step(rollout, torch.tensor([1.0, -1.0]))
     finite = all([math.isfinite(value) for value in metrics.values()])
     finite = finite and bool(rollout.logprobs.isfinite().all())
     print(f"prompts of different length: {'all finite' if finite else 'NaN'}, "
@@ -587,21 +617,20 @@ def measure_bench(args):
     """One table. Every ratio is of two medians measured in turn in this run."""
     prompt = "a red fox"
     flags = ["--micro-batch-size", "1" if grpo.CUDA else "8", *args.flags]
-    config, wrapper = load(flags)
-    trainer = QuietTrainer(config, wrapper, [prompt], grpo.load_rewards(config.reward))
+    config = read_settings(flags)
+    wrapper = load(config)
+    trainer = QuietTrainer(config, wrapper, [prompt])
     repeats = args.repeats or (3 if grpo.CUDA else 9)
     print(f"{config.model}, {config.width} x {config.height}, {config.decode_steps} decode steps, "
           f"{config.micro_batch_size} images at a time, offload {config.offload}, "
           f"{name_device()}, one prompt, medians of {repeats}, seconds\n")
-    columns = "group, stock rollout, ours, ratio, sample, decode, update, step, tokens/s, peak GiB"
-    columns = columns.split(", ")
-    print("|", " | ".join(columns), "|")
-    print("|---" * len(columns) + "|")
+    print_head("group | stock rollout | ours | ratio | sample | decode | update | step | tokens/s "
+               "| peak GiB")
     for group_size in args.groups:
         if grpo.CUDA:
             torch.cuda.reset_peak_memory_stats()
         _, rollout = measure_step(trainer, prompt, group_size)  # warm-up
-        peak = torch.cuda.max_memory_allocated() / 2**30  # of ours, before the stock recipe comes
+        peak = torch.cuda.max_memory_allocated() / GIB  # of ours, before the stock recipe comes
         phases = []
         stocks = []
         for _ in range(repeats):
@@ -613,9 +642,9 @@ def measure_bench(args):
         stock = statistics.median(stocks)
         ours = sample + decode
         step = ours + score + update
-        print(f"| {group_size} | {stock:.3f} | {ours:.3f} | {stock / ours:.1f}x | {sample:.3f} "
-              f"| {decode:.3f} | {update:.3f} | {step:.3f} | {rollout.tokens.numel() / sample:.0f} "
-              f"| {peak:.1f} |", flush=True)
+        seconds = [f"{x:.3f}" for x in (stock, ours, sample, decode, update, step)]
+        print_row(group_size, *seconds[:2], f"{stock / ours:.1f}x", *seconds[2:],
+                  round(rollout.tokens.numel() / sample), peak)
 
 # --- What each choice is worth ------------------------------------------------
 def noise_of_its_own(decode):
@@ -649,7 +678,7 @@ def measure_ablate(args):
     """Mean reward of the last five of 20 steps, per seed, and mean and std over the seeds."""
     results = {name: [] for name in ABLATIONS}
     prompts, _ = grpo.load_prompts(None)
-    for seed, (name, settings) in itertools.product(args.seeds, ABLATIONS.items()):
+    for seed, (name, settings) in itertools.product(args.numbers, ABLATIONS.items()):
         config = grpo.parse_args(["--model", grpo.TINY_MODEL, "--steps", str(args.steps)])
         config = dataclasses.replace(config, **settings, seed=seed)
         wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
@@ -657,16 +686,14 @@ def measure_ablate(args):
             wrapper.decode = noise_of_its_own(wrapper.decode)
         compare = advantages_not_divided if "division" in name else grpo.compute_advantages
         with mock.patch.object(grpo, "compute_advantages", compare):
-            trainer = QuietTrainer(config, wrapper, prompts, grpo.load_rewards(config.reward))
+            trainer = QuietTrainer(config, wrapper, prompts)
             trainer.train()
         results[name].append(statistics.mean([row["reward"] for row in trainer.history[-5:]]))
         print(f"seed {seed}  {name:36s} {results[name][-1]:.3f}", file=sys.stderr, flush=True)
-    print("| | " + " | ".join([f"seed {seed}" for seed in args.seeds]) + " | mean | std |")
-    print("|---" * (len(args.seeds) + 3) + "|")
+    print_head(" | ".join(["setting", *[f"seed {seed}" for seed in args.numbers], "mean", "std"]))
     for name, values in results.items():
         spread = statistics.stdev(values) if len(values) > 1 else math.nan
-        cells = [f"{value:.3f}" for value in (*values, statistics.mean(values), spread)]
-        print("| " + " | ".join([name, *cells]) + " |")
+        print_row(name, *[f"{x:.3f}" for x in (*values, statistics.mean(values), spread)])
 
 # --- How far bf16 rounds at depth, on a CPU -----------------------------------
 DEPTHS = [(10, 0.04, 16), (20, 0.04, 16), (40, 0.04, 16), (40, 0.08, 16),  # layers, init, bits
@@ -679,7 +706,7 @@ def measure_depth(args, linear=F.linear):
     are in reverse order; of the last also the 99th percentile, the mean, the share of ratios off by
     0.2 (out)."""
     prompts = ["green"] * 4 + ["a red fox on a wall beside a yellow door"] * 4
-    print("|layers|init|bits|nats|gap|again|unpadded|reversed|99 %|mean|out|\n" + "|-" * 11 + "|")
+    print_head("layers | init | bits | nats | gap | again | unpadded | reversed | 99 % | mean | out")
     for layers, init, bits in DEPTHS[:args.rows]:
         pipe = tiny.make_models(grpo.COLORS)
         pipe.processor._get_target_shape = lambda height, width: (8, 8, 4, 4)  # a small draft
@@ -696,7 +723,7 @@ def measure_depth(args, linear=F.linear):
         wrapper = grpo.GLMImageWrapper(pipe, grpo.Config(
             width=256, height=256, top_k=0, top_p=0.75, temperature=heat, offload="off"))
         rollout = wrapper.sample(prompts[::4], 4, [0, 1])
-        sampled = rollout.logprobs
+        sampled = rollout.logprobs.to(grpo.DEVICE)
         first, again = [wrapper.compute_logprobs(rollout)[0] for _ in range(2)]
         alone, _ = wrapper.compute_logprobs(rollout.part(slice(4)))  # no padding
         with mock.patch.object(F, "linear", lambda x, w, b: linear(x.flip(-1), w.flip(-1), b)):
@@ -704,30 +731,31 @@ def measure_depth(args, linear=F.linear):
         ratios = [sampled - first, again - first, alone - first[:4], gap]  # their logarithms
         cells = [-sampled.mean(), *[x.abs().max() for x in ratios], gap.abs().quantile(0.99),
                  gap.abs().mean(), (gap.expm1().abs() > 0.2).float().mean()]
-        print(f"|{layers}|{init}|{bits}|", *[f"{cell:.2g}|" for cell in cells], flush=True)
+        print_row(layers, str(init), bits, *[f"{cell.item():.2g}" for cell in cells])
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(metavar="command")
 
-    def add(name, function):
+    def add(name, function, number=None, numbers=None):
         command = commands.add_parser(name, help=function.__doc__.split(".")[0].replace("\n", " "),
                                       description=function.__doc__, allow_abbrev=False)
         command.set_defaults(run=function)
+        if numbers:
+            command.add_argument("numbers", type=int, nargs="*", default=numbers, metavar=number,
+                                 help="default: all of %(default)s")
         return command
 
     add("report", measure_report)
     bench = add("bench", measure_bench)
     bench.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8, 16], help="group sizes")
     bench.add_argument("--repeats", type=int, help="default: 3 on a GPU, 9 on a CPU")
-    memory = add("memory", measure_memory)
-    memory.add_argument("rows", type=int, nargs="*", default=[*range(len(ROWS))], metavar="row",
-                        help="rows of the table to count; default: all, 0 to %(default)s")
-    for command in (add("edit", measure_edits), add("sft", measure_sft)):
-        command.add_argument("sides", type=int, nargs="*", default=[512, 1024], metavar="size")
-    ablate = add("ablate", measure_ablate)
-    ablate.add_argument("seeds", type=int, nargs="*", default=[*range(5)], metavar="seed")
+    add("memory", measure_memory, "row", [*range(len(ROWS))])
+    add("edit", measure_edits, "size", [512, 1024])
+    add("sft", measure_sft, "size", [512, 1024])
+    add("janus", measure_janus, "billions", [*JANUS])
+    ablate = add("ablate", measure_ablate, "seed", [*range(5)])
     ablate.add_argument("--steps", type=int, default=20)
     add("depth", measure_depth).add_argument("--rows", type=int, default=len(DEPTHS))
 
@@ -741,7 +769,7 @@ def main():
     transformers.logging.set_verbosity_error()
     try:
         args.run(args)
-    except grpo.BadInput as error:
+    except (grpo.BadInput, torch.OutOfMemoryError) as error:
         message = " ".join(str(error).split())
         parser.exit(2, f"{parser.prog}: error: {message}\n")
 

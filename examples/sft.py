@@ -3,11 +3,12 @@ text beside it: fox.png, fox.txt. GRPO can follow, without its KL to the model b
 
     python -m examples.sft my_pictures --model zai-org/GLM-Image --out runs/mine
     python grpo.py --model zai-org/GLM-Image --adapter runs/mine/adapter_00100 --kl-coef 0
+    python -m examples.sft my_pictures --resume runs/mine    # goes on with a run
 
 This program uses one GPU and takes grpo.py's flags, of which --prompts, --reward, --group-size,
 --num-iterations, --clip-range and --kl-coef have no effect.
 """
-import os, random, sys, time
+import json, os, random, sys, time
 from pathlib import Path
 
 import torch
@@ -18,28 +19,82 @@ import grpo
 from examples.edit import encode_images
 
 ENDINGS = ".png", ".jpg", ".jpeg", ".webp"
+REWARD = "SFTTrainer"  # what config.json has as the reward, so that grpo.py refuses the run
 
-def load_pictures(folder, size, seed):
-    """-> texts and their pictures, cropped about the middle and resized. Pairs are shuffled."""
-    files = [Path(folder, name) for name in sorted(grpo.attempt(folder, os.listdir, folder))]
-    paths = [path for path in files if path.suffix.lower() in ENDINGS]
+# --- Pictures, captions and codes ---------------------------------------------
+def find_pictures(folder):
+    """-> their paths, sorted by name. Names that begin with a dot are the system's own."""
+    names = sorted(grpo.attempt(folder, os.listdir, folder))
+    files = [Path(folder, name) for name in names if not name.startswith(".")]
+    paths = [path for path in files if path.suffix.lower() in ENDINGS and path.is_file()]
     stems = [path.stem for path in paths]
+    others = []
     for path in files:
         if path.suffix == ".txt" and path.stem not in stems:
             raise grpo.BadInput(f"{path}: there is no picture beside it; {ENDINGS} are read")
+        if path.is_dir():
+            others.append(f"the folder {path.name}")
+        elif path.suffix != ".txt" and path not in paths:
+            others.append(path.suffix or path.name)
     if len(paths) < 2:  # at least one is held out
         raise grpo.BadInput(f"{folder}: needs two pictures or more, and has {len(paths)}")
-    others = sorted({path.suffix for path in files if path not in paths} - {".txt"})
     if others:
-        print(f"{folder}: files with these endings are not read: {others}", file=sys.stderr)
-    random.Random(seed).shuffle(paths)  # as the first of them are held out
-    captions = [path.with_suffix(".txt") for path in paths]
-    texts = [grpo.attempt(path, path.read_text, "utf-8-sig").strip() for path in captions]
-    empty = sorted([path.name for path, text in zip(captions, texts) if not text])
-    if empty:
-        raise grpo.BadInput(f"{folder}: these texts are empty: {empty}")
+        print(f"{folder}: not read: {', '.join(sorted(set(others)))}", file=sys.stderr)
+    return paths
+
+def read_captions(pictures):
+    """-> {picture: its caption}, which becomes one line, as a prompt is."""
+    captions = {}
+    wrong = []
+    for picture in pictures:
+        path = picture.with_suffix(".txt")
+        if not path.is_file():
+            wrong.append(f"{path.name} is missing")
+            continue
+        captions[picture] = " ".join(grpo.attempt(path, path.read_text, "utf-8-sig").split())
+        if not captions[picture]:
+            wrong.append(f"{path.name} is empty")
+        if captions[picture].startswith("#"):  # in prompts.txt
+            wrong.append(f"{path.name} begins with #, as a comment does")
+    if wrong:
+        raise grpo.BadInput(f"{pictures[0].parent}: a picture needs a caption beside it, and "
+                            f"{', '.join(wrong[:5])}")
+    return captions
+
+def restore_order(run, captions):
+    """-> the pictures in the order in which the run began with them. If some were new or missing,
+    others would be held out, which it has trained on. Pictures are known by their names, so that
+    their folder may be moved."""
+    if json.loads((run / "config.json").read_bytes())["reward"] != REWARD:
+        raise grpo.BadInput(f"--resume {run}: is no run of sft.py; `grpo.py --resume` goes on")
+    text = grpo.attempt("--resume", (run / "prompts.txt").read_text, "utf-8-sig")
+    before = {}
+    for line in text.rstrip("\n").split("\n"):
+        caption, _, picture = line.partition("\t")
+        before[Path(picture).name] = caption
+    now = {picture.name: caption for picture, caption in captions.items()}
+    changes = [f"{name} is new" for name in now if name not in before]
+    changes += [f"{name} is missing" for name in before if name not in now]
+    changes += [f"{name} has another caption" for name, caption in now.items()
+                if before.get(name, caption) != caption]
+    if changes:
+        raise grpo.BadInput(f"--resume {run}: a run keeps its pictures and captions, and "
+                            f"{', '.join(changes[:5])}")
+    names = [*before]
+    return sorted(captions, key=lambda picture: names.index(picture.name))
+
+def load_pictures(folder, config):
+    """-> captions, pictures, cropped about the middle and resized, and their paths."""
+    paths = find_pictures(folder)
+    captions = read_captions(paths)
+    run = Path(config.resume or "")
+    if config.resume and (run / "config.json").exists():  # or else --out is equal, and it begins
+        paths = restore_order(run, captions)
+    else:
+        random.Random(config.seed).shuffle(paths)  # as the first of them are held out
+    size = (config.width, config.height)
     pictures = [ImageOps.fit(grpo.attempt(path, grpo.open_image, path), size) for path in paths]
-    return texts, pictures
+    return [captions[path] for path in paths], pictures, paths
 
 def encode_pictures(pipe, pictures):
     """-> codes [N, T], the draft's, then the large grid's. The draft is the same picture, resized,
@@ -54,11 +109,14 @@ def encode_pictures(pipe, pictures):
     large = torch.stack(encode_images(pipe, pictures, resize=False))
     return torch.cat([small.flatten(1), large.flatten(1)], dim=1)
 
+# --- The trainer --------------------------------------------------------------
 class SFTTrainer(grpo.GRPOTrainer):
     """The loss is minus the mean log-prob of the codes [N, T]. LoRA, optimizer, files and --resume
-    are those of GRPOTrainer. The first tenth of the pictures is held out."""
-    def __init__(self, config, wrapper, texts, codes):
-        super().__init__(config, wrapper, texts, {})  # no rewards
+    are those of GRPOTrainer. The first tenth of the pictures is held out. `paths` are those of the
+    pictures, for prompts.txt."""
+    def __init__(self, config, wrapper, captions, codes, paths):
+        super().__init__(config, wrapper, captions, {}, paths)  # no rewards
+        config.reward = REWARD
         self.codes = codes
         n = max(1, len(codes) // 10)
         self.held_out_rows = torch.arange(n)
@@ -67,8 +125,8 @@ class SFTTrainer(grpo.GRPOTrainer):
     def compute_losses(self, rows):
         """Yields the loss of each micro-batch times its share, so that their sum is the mean."""
         for part in rows.split(self.config.micro_batch_size):
-            texts = [self.prompts[row] for row in part.tolist()]
-            batch = grpo.Rollout(texts, self.codes[part], logprobs=None, allowed=None)
+            captions = [self.prompts[row] for row in part.tolist()]
+            batch = grpo.Rollout(captions, self.codes[part], logprobs=None, allowed=None)
             logprobs, _ = self.wrapper.compute_logprobs(batch)  # [B, T]
             yield -logprobs.mean() * len(part) / len(rows)
 
@@ -93,7 +151,8 @@ class SFTTrainer(grpo.GRPOTrainer):
 
     @torch.no_grad()
     def save_samples(self, step):
-        """Also prints the held-out loss. Samples are of the first 8 texts, held-out ones first."""
+        """Also prints the held-out loss. Samples are of the first 8 captions: the held-out ones,
+        then others."""
         loss = sum(self.compute_losses(self.held_out_rows))
         print(f"after {step} steps: held-out loss {loss:.4g}", flush=True)
         super().save_samples(step)
@@ -108,9 +167,12 @@ def main():
             raise grpo.BadInput("type the folder of pictures, then flags; it uses one GPU")
         # The model itself is fitted, so its logits are not divided by a temperature.
         config = grpo.parse_args(flags, temperature=1.0)
-        texts, pictures = load_pictures(folder, (config.width, config.height), config.seed)
+        if config.wrapper:
+            raise grpo.BadInput(f"--wrapper {config.wrapper}: sft.py trains GLM-Image only")
+        captions, pictures, paths = load_pictures(folder, config)
         wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
-        SFTTrainer(config, wrapper, texts, encode_pictures(wrapper.pipe, pictures)).train()
+        codes = encode_pictures(wrapper.pipe, pictures)
+        SFTTrainer(config, wrapper, captions, codes, paths).train()
     except grpo.BadInput as error:
         print("sft.py: error:", *str(error).split(), file=sys.stderr)  # on one line
         sys.exit(2)

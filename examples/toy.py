@@ -1,17 +1,18 @@
-"""A toy that learns from scratch: a template for another model as the policy of grpo.py.
+"""A toy that learns from scratch: a template for training a model of your own with grpo.py.
 
     python -m examples.toy    # from the repository root; about seven seconds without a GPU
+    python grpo.py --wrapper examples/toy.py:Toy    # the same
 
 An image has 4 x 4 squares, and each of their 16 codes is one of the eight COLORS. Decoding looks up
 the colours. The policy reads the first colour word of a prompt. It starts with random weights, so
 every colour is about equally likely, and learns to paint the one that the prompt names.
 
-It takes the flags of grpo.py. Of those for the model only --width and --height have an effect.
+It takes the flags of grpo.py. Of those for the model only --width and --height have an effect. Its
+runs are resumed, drawn from and evaluated like those of GLM-Image.
 """
 import re, sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import nn
@@ -29,11 +30,20 @@ def find_word(prompt):
     return NAMES.index(words[0]) if words else len(NAMES)
 
 class Toy:
+    """A wrapper. The comment "To train another kind of model" in grpo.py says what it must have."""
+    defaults = dict(
+        model="toy", steps=60, group_size=16, micro_batch_size=128, lr=5e-3, width=64, height=64)
     lora_layers = r"[13]"  # the two linear layers, by their names in `policy`
 
+    @classmethod
+    def from_pretrained(cls, path, config):
+        return cls(path, config)
+
     def __init__(self, path, config):
-        self.size = config.width, config.height
-        torch.manual_seed(config.seed)  # the base weights are not saved but rebuilt
+        """`path` is the --model. Yours would be loaded from there. The toy's base weights are
+        random, but the same in all runs, so that an adapter fits wherever it is drawn with."""
+        self.config = config
+        torch.manual_seed(0)
         self.policy = nn.Sequential(
             nn.Embedding(len(NAMES) + 1, 64), nn.Linear(64, 64), nn.Tanh(),
             nn.Linear(64, SIDE**2 * len(NAMES)), nn.Unflatten(1, (SIDE**2, len(NAMES))))
@@ -56,14 +66,15 @@ class Toy:
             groups.append(drawn.T)  # [G, T]
         tokens = torch.cat(groups)  # [N, T]
         logprobs = chances.log().repeat_interleave(group_size, 0).gather(2, tokens[:, :, None])
-        repeated = np.repeat(prompts, group_size).tolist()
+        repeated = [prompt for prompt in prompts for _ in range(group_size)]
         return grpo.Rollout(repeated, tokens, logprobs.squeeze(2), allowed=None)
 
     def decode(self, prompts, tokens, seeds):
+        size = (self.config.width, self.config.height)
         images = []
         for squares in tokens.view(-1, SIDE, SIDE):
             pixels = (PALETTE[squares] * 255).byte().numpy()
-            images.append(Image.fromarray(pixels).resize(self.size, Image.NEAREST))
+            images.append(Image.fromarray(pixels).resize(size, Image.NEAREST))
         return images
 
     def compute_logprobs(self, rollout):
@@ -75,6 +86,4 @@ class Toy:
 if __name__ == "__main__":
     if {"-h", "--help"} & {*sys.argv}:
         print(__doc__)  # before the flags
-    grpo.main(
-        load_model=Toy, model="toy", steps=60, group_size=16, micro_batch_size=128, lr=5e-3,
-        width=64, height=64)
+    grpo.main(wrapper=f"{__file__}:Toy")

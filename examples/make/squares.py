@@ -20,7 +20,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of grpo.py
 import grpo
-from examples.edit import EditWrapper, load_prompts
+from examples.edit import EditWrapper
 from examples.make import tiny
 
 SIDE = 3  # squares in a row and in a column
@@ -92,10 +92,9 @@ def make_model(folder):
 
 def fit_policy(wrapper, chance, share, steps, lr):
     """Fits it to edit a square with probability `share`, and else to leave it as it is."""
-    prompts, sources = load_prompts(wrapper.config.prompts)
+    prompts, sources = EditWrapper.load_prompts(wrapper.config.prompts)
     before = torch.stack([look(grpo.open_image(source)) for source in sources])
-    instructions = [prompt.split("\t")[0] for prompt in prompts]
-    after = torch.stack([edit(*pair) for pair in zip(before, instructions)])
+    after = torch.stack([edit(*pair) for pair in zip(before, prompts)])
 
     def draw(B=16):
         rows = random.sample(range(len(prompts)), B)
