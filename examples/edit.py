@@ -1,13 +1,14 @@
 """GRPO teaches GLM-Image to edit pictures. The picture that a prompt edits is called its source.
 
     python -m examples.edit --model zai-org/GLM-Image --prompts edits.txt --reward mine.py:good
-    python grpo.py --wrapper examples/edit.py:EditWrapper --model ..    # the same
+
+`python grpo.py --wrapper examples/edit.py:EditWrapper` takes the same flags, those of grpo.py, and
+does the same. --width and --height are the size of the result.
 
 A line of edits.txt is `instruction<TAB>source.png`, where the path is relative to the folder of
 edits.txt. A source may have any size, up to four times as long as wide: it is turned upright, and
-resized to the nearest multiples of 32. Rewards get it as the target. The flags are those of
-grpo.py; --width and --height are those of the result. examples/make/squares.py makes a small model,
-and docs/edit.md shows a run with it.
+resized to the nearest multiples of 32. Rewards get it as the target. examples/make/squares.py makes
+a small model, and docs/edit.md shows a run with it.
 """
 import os, sys
 from pathlib import Path
@@ -161,7 +162,7 @@ class EditWrapper(grpo.GLMImageWrapper):
         for prompt, group, seed in zip(prompts, groups, seeds, strict=True):
             _, codes = self.load_source(prompt.source)
             h, w = codes.shape
-            # The image processor resized the source to as many pixels. The DiT needs as many, too.
+            # The image processor made it 32 x 32 pixels a code for the policy. So it must be here.
             source = open_source(prompt.source).resize((32 * w, 32 * h))
             codes = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)  # each as 2 x 2
             grid = torch.tensor([[1, 2 * h, 2 * w]])  # of one source, in patches of the DiT

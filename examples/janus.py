@@ -27,22 +27,22 @@ class Janus:
         what = f"--model {path}"
         settings, _ = grpo.attempt(what, transformers.JanusConfig.get_config_dict, path)
         if settings.get("model_type") != "janus":  # it would load, with random weights
-            raise grpo.BadInput(f"{what}: must be of type janus, as those of deepseek-community")
+            raise grpo.BadInput(f"{what}: must be of type janus, as deepseek-community has them")
+        vq = transformers.JanusConfig.from_dict(settings).vq_config
+        side = vq.num_patches * 2 ** (len(vq.channel_multiplier) - 1)
+        if (config.width, config.height) != (side, side):
+            raise grpo.BadInput(f"--width and --height: this model draws {side} x {side} pixels")
         processor = grpo.attempt(what, transformers.JanusProcessor.from_pretrained, path)
         policy = grpo.attempt(what, transformers.JanusForConditionalGeneration.from_pretrained,
                               path, dtype=torch.bfloat16 if grpo.CUDA else torch.float32)
         return cls(processor, policy, config)
 
     def __init__(self, processor, policy, config):
-        vq = policy.config.vq_config
-        side = vq.num_patches * 2 ** (len(vq.channel_multiplier) - 1)
-        if (config.width, config.height) != (side, side):
-            raise grpo.BadInput(f"--width and --height: this model draws {side} x {side} pixels")
         self.processor = processor
         self.policy = policy.requires_grad_(False)
         self.config = config
         self.own = policy.generation_config
-        self.T = vq.num_patches**2
+        self.T = policy.config.vq_config.num_patches**2  # codes of an image
         for name, part in policy.model.named_children():
             if name not in ("vision_model", "aligner"):  # they read pictures, and stay on the CPU
                 part.to(grpo.DEVICE)

@@ -3,6 +3,7 @@
     python -m examples.measure report              # please paste what it prints into an issue
     python -m examples.measure report --model tiny # the same without a GPU, in seconds
     python -m examples.measure memory              # GiB and kernels of a GPU, counted without one
+    python -m examples.measure janus               # the same for janus.py; also: edit, sft
     python -m examples.measure bench --model random --width 512 --height 512 --offload on
     python -m examples.measure ablate 0 1 2        # what each choice is worth, over three seeds
     python -m examples.measure depth               # how far bf16 rounds
@@ -55,12 +56,12 @@ def print_row(*cells):
 
 def print_head(text):
     print_row(text)
-    print_row(*["---"] * len(text.split(" | ")))
+    print("|---" * len(text.split(" | ")) + "|")
 
 # --- GLM-Image in its real sizes ----------------------------------------------
 V = 16384  # codes
 
-def make_real(device):
+def make_real(device, ar_layers=40, dit_layers=30):
     """GLM-Image in its real sizes with random bf16 weights, made on `device`, left on the CPU. It
     knows the tiny model's words. VAE and text encoder are taken to be CogView4's and about ByT5
     small's."""
@@ -69,7 +70,8 @@ def make_real(device):
                   mrope_section=(8, 12, 12))
     config = transformers.GlmImageConfig(
         text_config=dict(
-            eos_token_id=V + 1, pad_token_id=V + 2, rope_parameters=rotary, initializer_range=0.04),
+            num_hidden_layers=ar_layers, eos_token_id=V + 1, pad_token_id=V + 2,
+            rope_parameters=rotary, initializer_range=0.04),
         image_start_token_id=V, image_end_token_id=V + 1, image_token_id=V + 4)
     glyphs = transformers.T5Config(
         vocab_size=384, d_model=1472, d_ff=3584, num_layers=12, feed_forward_proj="gated-gelu")
@@ -77,8 +79,9 @@ def make_real(device):
         ar = transformers.GlmImageForConditionalGeneration(config).to(home)
         t5 = transformers.T5EncoderModel(glyphs).to(home)
         dit = diffusers.GlmImageTransformer2DModel(
-            in_channels=16, out_channels=16, prior_vq_quantizer_codebook_size=V,
-            attention_head_dim=128, num_attention_heads=32).to(home)
+            num_layers=dit_layers, in_channels=16, out_channels=16,
+            prior_vq_quantizer_codebook_size=V, attention_head_dim=128,
+            num_attention_heads=32).to(home)
         vae = diffusers.AutoencoderKL(
             down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
             block_out_channels=(128, 512, 1024, 1024), layers_per_block=3, latent_channels=16,
@@ -448,7 +451,7 @@ def measure_sft(args):
 def measure_janus(args):
     """The table of docs/janus.md: GiB for 8 prompts x 4 images, and kernels."""
     print_head("weights | micro-batch | sample | decode | update | kernels a token | an update")
-    for billions, size in itertools.product(args.numbers, (1, 4)):
+    for billions, size in itertools.product(JANUS, (1, 4)):
         peaks, counts = count_janus(billions, size)
         kernels = [f"{counts[phase]['kernels']:,}" for phase in ("sample", "update")]
         print_row(f"{billions} B", size, *[peaks[phase]["off"] for phase in PHASES], *kernels)
@@ -462,20 +465,22 @@ def clock(function, *args):
         torch.cuda.synchronize()
     return time.perf_counter() - start, result
 
-def check_room():
-    """A host without room kills a process without a word."""
-    meminfo = Path("/proc/meminfo")
-    host = 2**20 * GIB
-    if meminfo.exists():  # on Linux
-        host = 1024 * int(re.search(r"MemAvailable: *(\d+)", meminfo.read_text())[1])
+def measure_host():
+    """-> GiB that are free on the host."""
+    meminfo = Path("/proc/meminfo").read_text()
+    free = int(re.search(r"MemAvailable: *(\d+)", meminfo)[1]) / 2**20
     container = Path("/sys/fs/cgroup/memory.max")  # it may allow less than the machine has
     if container.exists() and container.read_text().strip().isdigit():
-        host = min(host, int(container.read_text()))
-    gpu, _ = torch.cuda.mem_get_info()
-    if gpu < 21 * GIB or host < 35 * GIB:
-        raise grpo.BadInput(
-            "--model random needs 21 GiB of free memory on the GPU and 35 on the host, and there "
-            f"are {gpu / GIB:.1f} and {host / GIB:.1f}")
+        free = min(free, int(container.read_text()) / GIB)
+    return free
+
+def check_room():
+    """A host without room kills a process without a word."""
+    gpu = torch.cuda.mem_get_info()[0] / GIB
+    host = measure_host()
+    if gpu < 21 or host < 35:
+        raise grpo.BadInput("--model random needs 21 GiB of free memory on the GPU and 35 on the "
+                            f"host, and there are {gpu:.1f} and {host:.1f}")
 
 def read_settings(flags, **defaults):
     """-> config. The model may be `random` or `tiny`."""
@@ -614,7 +619,7 @@ def measure_step(trainer, prompt, group_size):
     return (sample, decode, score, update), rollout
 
 def measure_bench(args):
-    """One table. Every ratio is of two medians measured in turn in this run."""
+    """Seconds of a step, and of a stock rollout. Ratios are of medians measured in turn."""
     prompt = "a red fox"
     flags = ["--micro-batch-size", "1" if grpo.CUDA else "8", *args.flags]
     config = read_settings(flags)
@@ -701,10 +706,10 @@ DEPTHS = [(10, 0.04, 16), (20, 0.04, 16), (40, 0.04, 16), (40, 0.08, 16),  # lay
 
 @torch.no_grad()
 def measure_depth(args, linear=F.linear):
-    """GLM-Image's AR half, random, a quarter as wide; max |log-prob differences| of the sampler to
-    the trainer (gap), of two trainer passes (again), to one without padding, and to one whose sums
-    are in reverse order; of the last also the 99th percentile, the mean, the share of ratios off by
-    0.2 (out)."""
+    """How far bf16 rounds in GLM-Image's AR half, with random weights, a quarter as wide. Columns:
+    max |log-prob differences| of the sampler to the trainer (gap), of two trainer passes (again),
+    to one without padding, and to one whose sums are in reverse order; of the last also the 99th
+    percentile, the mean, the share of ratios off by 0.2 (out)."""
     prompts = ["green"] * 4 + ["a red fox on a wall beside a yellow door"] * 4
     print_head("layers | init | bits | nats | gap | again | unpadded | reversed | 99 % | mean | out")
     for layers, init, bits in DEPTHS[:args.rows]:
@@ -738,12 +743,16 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(metavar="command")
 
-    def add(name, function, number=None, numbers=None):
-        command = commands.add_parser(name, help=function.__doc__.split(".")[0].replace("\n", " "),
-                                      description=function.__doc__, allow_abbrev=False)
+    def add(name, function, what=None, possible=None, default=None):
+        def number(text):
+            return possible[possible.index(int(text))]
+
+        summary = re.split(r"\.\s", function.__doc__)[0].replace("\n", " ")
+        command = commands.add_parser(name, help=summary, description=function.__doc__,
+                                      allow_abbrev=False)
         command.set_defaults(run=function)
-        if numbers:
-            command.add_argument("numbers", type=int, nargs="*", default=numbers, metavar=number,
+        if what:
+            command.add_argument("numbers", type=number, nargs="*", default=default, metavar=what,
                                  help="default: all of %(default)s")
         return command
 
@@ -751,11 +760,12 @@ def main():
     bench = add("bench", measure_bench)
     bench.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8, 16], help="group sizes")
     bench.add_argument("--repeats", type=int, help="default: 3 on a GPU, 9 on a CPU")
-    add("memory", measure_memory, "row", [*range(len(ROWS))])
-    add("edit", measure_edits, "size", [512, 1024])
-    add("sft", measure_sft, "size", [512, 1024])
-    add("janus", measure_janus, "billions", [*JANUS])
-    ablate = add("ablate", measure_ablate, "seed", [*range(5)])
+    add("memory", measure_memory, "row", range(len(ROWS)), [*range(len(ROWS))])
+    sizes = range(32, 4097, 32)
+    add("edit", measure_edits, "size", sizes, [512, 1024])
+    add("sft", measure_sft, "size", sizes, [512, 1024])
+    add("janus", measure_janus)
+    ablate = add("ablate", measure_ablate, "seed", range(10**6), [*range(5)])
     ablate.add_argument("--steps", type=int, default=20)
     add("depth", measure_depth).add_argument("--rows", type=int, default=len(DEPTHS))
 

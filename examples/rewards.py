@@ -14,6 +14,9 @@ import argparse, base64, concurrent.futures, difflib, functools, importlib, insp
 import json, os, re, sys, unicodedata, urllib.request, warnings
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+from grpo import (  # before torch, which reads when it is imported how threads are to wait
+    BadInput, attempt, compute_rewards, find_color, load_rewards, open_image, pil_to_tensor)
 import diffusers
 import huggingface_hub
 import numpy as np
@@ -21,10 +24,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
-from grpo import (
-    BadInput, attempt, compute_rewards, find_color, load_rewards, open_image, pil_to_tensor)
 
 CLIP = "openai/clip-vit-large-patch14"  # or another CLIP
 PICKSCORE = "yuvalkirstain/PickScore_v1"  # a CLIP fine-tuned on people's preferences
@@ -259,7 +258,9 @@ def count_pairs(path, rewards):
     counts = {name: [] for name in rewards}
     for number, line in enumerate(attempt(path, path.read_text, "utf-8").splitlines(), start=1):
         prompt, images, pairs = attempt(f"{path}, line {number}", read_row, path, line)
-        for name, (function, weight) in rewards.items() if pairs else ():
+        if not pairs:
+            continue
+        for name, (function, weight) in rewards.items():
             scores, _ = compute_rewards(images, [prompt] * len(images), [None] * len(images),
                                         {name: (function, weight or 1)})
             signs = [(scores[better] - scores[worse]).sign().item() for better, worse in pairs]

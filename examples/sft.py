@@ -72,16 +72,15 @@ def restore_order(run, captions):
     for line in text.rstrip("\n").split("\n"):
         caption, _, picture = line.partition("\t")
         before[Path(picture).name] = caption
-    now = {picture.name: caption for picture, caption in captions.items()}
+    now = {picture.name: picture for picture in captions}
     changes = [f"{name} is new" for name in now if name not in before]
     changes += [f"{name} is missing" for name in before if name not in now]
-    changes += [f"{name} has another caption" for name, caption in now.items()
-                if before.get(name, caption) != caption]
+    changes += [f"{name} has another caption" for name, picture in now.items()
+                if before.get(name, captions[picture]) != captions[picture]]
     if changes:
         raise grpo.BadInput(f"--resume {run}: a run keeps its pictures and captions, and "
                             f"{', '.join(changes[:5])}")
-    names = [*before]
-    return sorted(captions, key=lambda picture: names.index(picture.name))
+    return [now[name] for name in before]
 
 def load_pictures(folder, config):
     """-> captions, pictures, cropped about the middle and resized, and their paths."""
