@@ -70,9 +70,12 @@ def test_again(ask, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ask(FOUR, "ppqq", press("1"), lambda state: signal.raise_signal(signal.SIGINT))
     assert ask(FOUR, "ppqq", press("2", "1")) == ask(FOUR, "ppqq") == [0, 1, 1, 0]  # known now
+    with open("run/choices.jsonl", "ab") as file:
+        file.write(b'{"prompt": "p\0')  # a kill amid a row, or a power cut: a traceback at every start from then on
     assert ask([FOUR[1], FOUR[0], *FOUR[2:]], "ppqq", press("1", "2")) == [1, 0, 0, 1]  # half of it is another
     monkeypatch.delenv("RUN")
-    assert [ask(FOUR, "pppp", press(key))[0] for key in "123"] == [1, 0, 0] and len(read_rows("runs")) == 3
+    assert [ask(FOUR, "pppp", press(key))[0] for key in "123"] == [1, 0, 0]
+    assert len(read_rows("runs")) == 3 and len(read_rows()) == 4
 
 def test_two_pages(ask):
     """A key in a page that was left open cut the other one's answers down to those that it knew, and ranks, too."""

@@ -1,6 +1,7 @@
 """Tests of evaluate.py and generate.py, on runs of a home-made wrapper and of the tiny GLM-Image."""
-import json, re, shutil, sys
+import argparse, json, os, re, shutil, sys
 from pathlib import Path
+from unittest import mock
 
 import pytest, torch
 from PIL import Image
@@ -74,18 +75,18 @@ def draw(command, typed):
 
 def test_measures_by_hand(tmp_path):
     """Weights play no part; rewards get the target; pairs are (0, 1), (0, 2), (1, 2). GLM-Image's draft, here the first
-    four tokens, is not painted; all tokens of other models are; those of flow.py are latents."""
+    four tokens, is not painted; all tokens of other models are."""
     Image.new("RGB", (9, 9), "red").save(tmp_path / "red.png")
     glm = object.__new__(grpo.GLMImageWrapper)
     glm.config = grpo.Config(width=64, height=64)
     tokens = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [1, 1, 1, 1, 1, 2, 3, 5], [2, 2, 2, 2, 6, 7, 8, 5]])
-    codes = evaluate.find_codes(glm, tokens)
+    codes = evaluate.pick_painted(glm, tokens)
     images = [Image.new("RGB", (64, 64), color) for color in ("red", "black", (255, 51, 0))]
     rewards = grpo.load_rewards("color=3,mse")
     assert evaluate.measure(images, ["a red thing"] * 3, codes, tmp_path / "red.png", rewards) == {
         "color": pytest.approx([1, 2 / 3, 1 - 0.2 / 3]), "mse": pytest.approx([0, -1 / 3, -0.04 / 3]),
         "codes differ": [1 / 4, 1, 3 / 4], "pixels differ": pytest.approx([1 / 3, 0.2 / 3, 1.2 / 3])}
-    assert evaluate.find_codes("toy", tokens) is tokens and evaluate.find_codes("painter", tokens.float()) is None
+    assert evaluate.pick_painted("toy", tokens) is tokens
 
 def test_table_by_hand(capsys):
     """Mean, change, interval, share of prompts: (.2 + .4) / 2 = .3 becomes (.6 + .4) / 2 = .5, and one of two rises."""
@@ -104,6 +105,22 @@ def test_evaluate(command):
     assert Image.open("fresh/film.png").size == (200 * 4, 200 * 4)  # a cell more each way, for the texts
     assert compare(command, "fresh --prompts words.txt --steps 2 0")[1] == [results[1], results[0]]
     assert json.loads(Path("fresh/evaluation.json").read_text())["results"] == results
+
+def test_no_score_is_lost(folder, monkeypatch, capsys):
+    """They were with `| head`, for a run on a read-only disk, and for one of two evaluations that ended at once."""
+    monkeypatch.chdir(folder)
+    copy_run("a", "mine")
+    typed = dict(runs=["mine"], steps=[0], model=None, wrapper=None, prompts="words.txt", reward=None, samples=2)
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main(argparse.Namespace(**typed, seed=2**64 - 1))  # as other programs have them: a traceback
+    assert capsys.readouterr().err.endswith(f"error: --seed: must be 0 to 2**40, and is {2**64 - 1}\n")
+    monkeypatch.setattr(evaluate, "print_table", mock.Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # the other's file comes a moment later
+    for seed, file in enumerate(("mine/evaluation.json", "mine/evaluation2.json", "evaluation.json")):
+        monkeypatch.setattr(os, "access", lambda *_: seed < 2)
+        with pytest.raises(BrokenPipeError):
+            evaluate.main(argparse.Namespace(**typed, seed=seed))
+        assert json.loads(Path(file).read_text())["seed"] == seed
 
 @pytest.mark.parametrize("flag, value", [("temperature", 3.0), ("top-k", 2), ("width", 128), ("guidance", 3.0)])
 def test_equal_adapters_do_not_change(flag, value, command):
@@ -153,6 +170,37 @@ def test_generate_takes_what_it_is_given(folder, command):
     told, images = draw(command, f"{wrapper} --width 96")
     assert told == "none" and images[1].size == (96, 32)
 
+def test_change_is_that_of_the_painted_codes(command):
+    """Its mean is the estimate of the KL between two models, one without adapter; before training it is 0."""
+    out = command("generate", "glm --prompt red green --samples 3 --seed 7 --change --out changed")
+    config = generate.open_run("glm").config
+    new, base = [grpo.GLMImageWrapper.from_pretrained(config.model, config) for _ in range(2)]
+    lora = generate.load_weights(new, Path("glm/adapter_00001"))
+    rollout = new.sample(["red", "green"], 3, [7, 8])
+    kl = new.compute_logprobs(rollout)[0] - base.compute_logprobs(rollout)[0]
+    torch.testing.assert_close(generate.compute_change(new, lora, rollout), kl.detach(), rtol=0, atol=1e-5)
+    painted = kl.view(2, 3, -1)[..., -4:]  # the large grid is 2 x 2
+    told = [float(number) for number in re.findall(r"^ +(\S+) on average", out, re.MULTILINE)]
+    assert told == pytest.approx(painted.mean((1, 2)).tolist(), abs=6e-5) and min(map(abs, told)) > 1e-3
+    limit = painted.abs().quantile(0.95).item()
+    assert f"blue {-limit:.3g}, white 0, red {limit:+.3g}" in out
+    mean = (painted[1, 2] / limit).clamp(-1, 1)
+    shown = Image.open("changed/001_2_change.png").resize((2, 2), Image.NEAREST).get_flattened_data()
+    assert [red - blue for red, _, blue in shown] == pytest.approx((255 * mean).tolist(), abs=1)
+    out = command("generate", "glm --prompt red --step 0 --change --out before")
+    assert "+0.0000 on average" in out
+    assert Image.open("before/000_0_change.png").getextrema() == ((255, 255),) * 3
+    assert Image.open("before/sheet.png").size == (9 * 200, 200)
+
+def test_a_map_by_hand():
+    """Rows are rows, in pictures that are not square, too."""
+    image = generate.draw_map(torch.tensor([1, -1, 0.5, 0, -9, 9.0]), 1, (6, 4))
+    row = [(255, 0, 0), (0, 0, 255), (255, 127, 127)]
+    assert [image.getpixel((2 * x, 0)) for x in range(3)] == row
+    assert [image.getpixel((2 * x + 1, 3)) for x in range(3)] == [(255,) * 3, (0, 0, 255), (255, 0, 0)]
+    with pytest.raises(grpo.BadInput, match="5 tokens are no grid of 6 x 4"):
+        generate.draw_map(torch.zeros(5), 1, (6, 4))
+
 def test_the_newest_weights(command):
     """A run that was stopped before its adapter was drawn from with the untrained one; copies and archives of adapters
     ended in a traceback."""
@@ -185,6 +233,7 @@ BAD = {
     "evaluate a --samples 33": "--samples: must be 2 to 32",
     "generate a": "--prompt or --prompts",
     "generate a --prompt red --step 5": "has weights of steps [0, 2, 3]",
+    "generate --wrapper wrappers/home_made.py:HomeMade --prompt red --change": "type the folder of a run",
     "generate a --prompt red --out b": "--out b: exists already",
     "generate a --prompt red --source words.txt": "the run is none of edit.py",
     "plot nowhere": "nowhere: is no folder of a run",

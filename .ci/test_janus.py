@@ -1,5 +1,5 @@
 """Tests of janus.py, on a small Janus of random weights, and of the maker of the one that the page trains."""
-import dataclasses, json, os, re, subprocess, sys
+import json, os, re, subprocess, sys
 from pathlib import Path
 from unittest import mock
 
@@ -7,11 +7,13 @@ import pytest, tokenizers, torch, transformers
 
 import grpo
 from conftest import ROOT, perturb
+from examples import generate
 from examples.janus import Janus
-from examples.make import janus as make, tiny
+from examples.make import janus as make
 
 WRAPPER = f"{ROOT}/examples/janus.py:Janus"
-SMALL = dict(width=32, height=32, batch_size=2, group_size=2, micro_batch_size=3, lr=0.01, save_every=2)
+SMALL = dict(width=32, height=32, batch_size=2, group_size=2, micro_batch_size=3, lr=0.01, save_every=2,
+             lora_rank=4)
 PROMPTS = ["red", "the green side of a blue house"]
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def folder(tmp_path_factory):
         transformers.JanusImageProcessorPil(), tokenizer, num_image_tokens=16,
         chat_template="<|User|>: {{ messages[0].content[0].text }}\n\n<|Assistant|>:")
     text = dict(model_type="llama", vocab_size=len(words), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                num_attention_heads=4, num_key_value_heads=2, initializer_range=0.15)
+                num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
     vision = dict(image_size=32, patch_size=8, num_image_tokens=16, hidden_size=16, num_hidden_layers=1,
                   num_attention_heads=2, projection_dim=32)
     vq = dict(num_embeddings=60, embed_dim=4, latent_channels=32, base_channels=32, channel_multiplier=[1, 1, 2, 1],
@@ -145,3 +147,62 @@ def test_bad_input_gets_one_line(folder, typed, told, tmp_path, capsys, monkeypa
         grpo.main([*flags, *typed.format(other=tmp_path / "other").split()])
     out, error = capsys.readouterr()
     assert re.fullmatch(r"\S+: error: .*\n", error) and told in error and not (tmp_path / "run").exists()
+
+def read_adapter(run):
+    return torch.load(Path(run, "checkpoint.pt"), weights_only=True)["adapter"]
+
+@pytest.fixture(scope="module")
+def runs(folder, tmp_path_factory):
+    """Run `whole` has four steps, `parts` two, to be gone on with."""
+    runs = tmp_path_factory.mktemp("runs")
+    (runs / "p.txt").write_text("red\n" + "\n".join(PROMPTS[1:] * 2))
+    flags = ["--wrapper", WRAPPER, "--model", folder, "--prompts", f"{runs}/p.txt"]
+    grpo.main([*flags, "--steps", "4", "--out", f"{runs}/whole"])
+    grpo.main([*flags, "--steps", "2", "--out", f"{runs}/parts"])
+    return runs
+
+def test_a_run_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
+    """From another directory, by the run's folder alone. Guidance, which is in its config.json, is part of the policy."""
+    monkeypatch.chdir(tmp_path)
+    grpo.main(["--resume", str(runs / "parts"), "--steps", "4"])
+    whole, parts = read_adapter(runs / "whole"), read_adapter(runs / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+def test_programs_work_on_its_runs(runs, run):
+    """The map of --change has a guided policy beside the guided base model, as the KL has."""
+    assert run("evaluate", f"{runs}/whole --steps 0 4 --prompts {runs}/p.txt")[0] == 0
+    assert run("plot", f"{runs}/whole --film film.png")[0] == 0
+    code, out, error = run("generate", f"{runs}/whole --prompt red green --samples 3 --change")
+    assert code == 0, error
+    new, base = [load(grpo.parse_args(["--resume", f"{runs}/whole"]).model) for _ in range(2)]
+    new[1].load(read_adapter(runs / "whole"))
+    base[1].enabled = False
+    rollout = new[0].sample(["red", "green"], 3, [0, 1])
+    kl = new[0].compute_logprobs(rollout)[0] - base[0].compute_logprobs(rollout)[0]  # [6, 16]
+    change = generate.compute_change(*new, rollout)
+    torch.testing.assert_close(change, kl.detach(), rtol=0, atol=1e-5)
+    assert change.abs().mean() > 0.05 and f"  {change[:3].mean().item():+.4f} on average: red\n" in out
+
+def test_two_processes_do_what_one_does(folder, runs, tmp_path):
+    flags = ["--wrapper", WRAPPER, "--model", folder, "--prompts", f"{runs}/p.txt", "--steps", "4", "--out", "two"]
+    process = subprocess.run(
+        [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(), ROOT / "grpo.py", *flags],
+        cwd=tmp_path, env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)), capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    whole, two = read_adapter(runs / "whole"), read_adapter(tmp_path / "two")
+    torch.testing.assert_close(two, whole, rtol=0, atol=1e-5)
+
+def test_the_small_one_learns(tmp_path, monkeypatch):
+    """As its page says. The painter paints each code in its colour, whatever is beside it: where a fitted one did not,
+    the reward did not follow the codes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["janus.py"])
+    make.main()
+    grpo.main(["--wrapper", WRAPPER, "--model", "runs/janus", "--out", "run"])
+    rewards = [json.loads(line)["reward"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert sum(rewards[:5]) / 5 < 0.8 and sum(rewards[-5:]) / 5 > 0.92
+    wrapper = Janus.from_pretrained("runs/janus", grpo.parse_args(["--resume", "run"]))
+    codes = torch.cat([torch.randint(8, (8, 16)), torch.arange(8)[:, None].expand(8, 16)])
+    painted = grpo.pil_to_tensor(wrapper.decode(["red"], codes, [0]))  # [16, 3, 32, 32]
+    squares = torch.nn.functional.avg_pool2d(painted, 8).flatten(2).movedim(1, 2)
+    assert (squares - make.PALETTE[codes]).abs().max() < 0.01

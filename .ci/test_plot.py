@@ -88,8 +88,24 @@ def test_figures_are_printed_once(run, tmp_path):
     make_run(tmp_path / "sft", loss=2)
     assert run("plot", "one")[1] == "one  reward: first five steps 0.375, last five 0.375\nreward: curve.png\n"
     told = re.findall(r"two  (\S+): first five steps (\S+),", run("plot", "two")[1])
-    assert told == [("reward/a", "1.000"), ("reward", "3.000")]
+    assert told == [("reward/a", "1.000"), ("reward/b", "nan"), ("reward", "3.000")]
     assert "sft  loss: first five steps 2.000" in run("plot", "sft")[1]
+
+def test_what_is_damaged_is_told(run, tmp_path):
+    """NaN was left out of means, and a last row without its end; half a picture ended all; no broken line was named."""
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    sheet, log = map(make_run(tmp_path / "mine").joinpath, ("samples_00002.png", "metrics.jsonl"))
+    whole = sheet.read_bytes()
+    for size in (len(whole) // 2, whole.index(b"IDAT") - 4):
+        sheet.write_bytes(whole[:size])
+        code, out, error = run("plot", "mine --film film.png")
+        assert code == 0 and error == "mine/samples_00002.png: passed over, as it is not whole\n", out
+        assert Image.open("film.png").size == (800, 400)
+    log.write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": null}')
+    assert run("plot", "mine --curve curve")[1] == "mine  loss: first five steps nan, last five nan\nloss: curve\n"
+    assert Image.open("curve").format == "PNG"
+    log.write_text("<<<<\n" + log.read_text())
+    assert run("plot", "mine")[2].startswith("plot.py: error: mine/metrics.jsonl, line 1: ")
 
 def test_the_legend_names_all_runs(run, tmp_path):
     """matplotlib leaves out names that begin with an underscore, and those for which it has no room."""

@@ -63,13 +63,16 @@ def test_pictures_are_cropped_and_turned(tmp_path):
     turned[0x0112] = 6  # a quarter of a turn
     draw("red", "white", "green").rotate(90, expand=True).save(tmp_path / "fox.JPG", quality=95, exif=turned)
     (tmp_path / "fox.txt").write_text("\ufeffa fox\r\n\tin snow\u2028\n", encoding="utf-8")
-    draw("red", "white", "green").save(tmp_path / "owl.png")
-    (tmp_path / "owl.txt").write_text("an owl")
-    captions, pictures, _ = sft.load_pictures(tmp_path, grpo.Config(width=64, height=64))
+    draw("red", "white", "green").save(tmp_path / "e\u0301.png")  # as macOS writes its name
+    (tmp_path / "\u00e9.txt").write_text("an owl")
+    captions, pictures, paths = sft.load_pictures(tmp_path, grpo.Config(width=64, height=64))
     assert {*captions} == {"a fox in snow", "an owl"}  # one line each, as in prompts.txt
     for text, picture in zip(captions, pictures):
         edge, middle, _ = (picture.getpixel((32, y)) for y in (2, 32, 61))
         assert min(middle) > 240 and min(edge) > 240, text  # what was red and green is cut off
+    (tmp_path / "config.json").write_text('{"reward": "SFTTrainer"}')  # the names of a run that began on another system
+    (tmp_path / "prompts.txt").write_text("an owl\t/gone/\u00e9.png\na fox in snow\t/gone/fox.JPG\n", encoding="utf-8")
+    assert sft.restore_order(tmp_path, sft.read_captions(sorted(paths)[::-1])) == sorted(paths)
 
 def test_loss_is_the_cross_entropy_by_hand(tmp_path):
     """A loss that is shifted by a token, or that counts the prompt, still falls. With micro-batches of three and one,
@@ -164,7 +167,8 @@ def test_no_run_of_another_trainer(folder, run, monkeypatch, capsys):
     (None, "", f"pictures --wrapper {ROOT}/examples/toy.py:Toy", "sft.py trains GLM-Image only"),
     ("red.png", "cut", "pictures", "red.png: "), ("a.txt", "a", "pictures", "a.txt: there is no picture beside it"),
     ("red.txt", "# red", "pictures", "red.txt begins with #"), ("red.txt", "\n", "pictures", "and red.txt is empty"),
-    ("red.txt", None, "pictures", "and red.txt is missing")])
+    ("red.txt", None, "pictures", "and red.txt is missing"), ("a\nb.png", "", "pictures", "a\\nb.png': rename it"),
+    ("caf\udce9.png", "", "pictures", "caf\\udce9.png': rename it")])  # a zip from Windows; prompts.txt is UTF-8
 def test_bad_input_is_one_line(folder, run, monkeypatch, name, text, typed, told):
     """Before a model is loaded, which may take minutes."""
     if name:

@@ -36,10 +36,13 @@ def ask(groups, images):
     folder.mkdir(parents=True, exist_ok=True)
     for name, image in images.items():
         image.save(folder / name)
-    with open(f"{folder}.jsonl", "a+") as file:
+    with open(f"{folder}.jsonl", "a+b") as file:
         file.seek(0)
+        *lines, cut = file.read().split(b"\n")
+        file.truncate(file.tell() - len(cut))  # a kill may leave a part of a row, or zeros
         # A step made again after a kill has the same pictures: its choices are the last rows.
-        rows = [json.loads(line) for line in file][-len(groups):] if "RUN" in os.environ else []
+        rows = lines[-len(groups):] if "RUN" in os.environ else []
+        rows = [json.loads(row) for row in rows]
         known = [row | dict(order=[]) for row in rows] == groups
         STATE.update(groups=groups, orders=[row["order"] for row in rows if known], picked=[],
                      version=STATE["version"] + 1, ratio=image.width / image.height)
@@ -51,7 +54,7 @@ def ask(groups, images):
         STATE.update(groups=[], orders=[], version=STATE["version"] + 1)
         for group, order in zip(groups, before["orders"]):
             group["order"] = order
-        file.writelines([json.dumps(group) + "\n" for group in groups if not known])
+        file.writelines([json.dumps(group).encode() + b"\n" for group in groups if not known])
 
 def press(version, key, in_order):
     """A key, or a click on what it stands for: 0 is for all alike. Other keys raise an error."""

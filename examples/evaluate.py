@@ -8,7 +8,7 @@ All adapters use the same seeds and the settings of the first run, such as tempe
 that only weights make a difference. The first adapter is what the others are compared with. The
 first run's folder gets evaluation.json, with every score, and film.png, a grid of pictures.
 """
-import argparse, dataclasses, itertools, json, sys
+import argparse, dataclasses, itertools, json, os, sys
 from pathlib import Path
 
 def parse_args():
@@ -40,7 +40,8 @@ from PIL import ImageChops
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
 from examples.edit import open_source
-from examples.generate import LIMIT, check_prompts, draw, load_weights, name_step, open_run
+from examples.generate import (
+    LIMIT, check_prompts, draw, load_weights, name_step, open_run, pick_painted)
 from examples.plot import fail, save_film
 
 # --- Which adapters, and how they are drawn -----------------------------------
@@ -113,20 +114,13 @@ def evaluate(chosen, prompts, targets, rewards, samples=4, seed=0):
         load_weights(wrapper, run.weights[step])
         rows = []
         pictures = []
-        for target, (group, images) in zip(targets, draw(wrapper, prompts, samples, seeds)):
-            codes = find_codes(wrapper, group.tokens)
+        for target, (group, images, _) in zip(targets, draw(wrapper, prompts, samples, seeds)):
+            # The tokens of flow.py are no codes, but latents.
+            is_latent = group.tokens.is_floating_point()
+            codes = None if is_latent else pick_painted(wrapper, group.tokens)
             rows.append(measure(images, group.prompts, codes, target, rewards))
             pictures += images[:1] if len(pictures) < 8 else []
         yield rows, pictures
-
-def find_codes(wrapper, tokens):
-    """-> those of the tokens [G, T] that the picture is made of. None: they are not codes, but the
-    latents of flow.py."""
-    if tokens.is_floating_point():
-        return None
-    if isinstance(wrapper, grpo.GLMImageWrapper):  # the draft before the large grid is not painted
-        return tokens[:, -(wrapper.config.height // 32 * (wrapper.config.width // 32)):]
-    return tokens
 
 def measure(images, prompts, codes, target, rewards):
     """The rewards of each sample of a prompt, and how much each pair of samples differs, 0..1."""
@@ -166,17 +160,24 @@ def print_table(labels, results):
                   f"{low:+.3f} .. {high:+.3f}  {np.mean(changes > 0):6.0%}")
 
 def write_files(args, labels, prompts, results, pictures):
-    folder = Path(args.runs[0])
-    number = next(n for n in ["", *range(2, 1000)]  # keep the files of earlier evaluations
-                  if not Path(folder, f"evaluation{n}.json").exists())
-    Path(folder, f"evaluation{number}.json").write_text(json.dumps(dict(
-        adapters=labels, prompts=prompts, samples=args.samples, seed=args.seed, results=results)))
+    """-> a sentence that names them. A run that cannot be written to leaves them here."""
+    folder = Path(args.runs[0] if os.access(args.runs[0], os.W_OK) else "")
+    for number in ["", *range(2, 1000)]:
+        try:  # keep the files of earlier evaluations, and of one that ends at the same time
+            file = open(folder / f"evaluation{number}.json", "x")
+            break
+        except FileExistsError:
+            pass
+    with file:
+        json.dump(dict(adapters=labels, prompts=prompts, samples=args.samples, seed=args.seed,
+                       results=results), file)
     rows = [["", *prompts]]
     if all([hasattr(prompt, "source") for prompt in prompts]):  # the pictures that were edited
         rows.append(["source", *[open_source(prompt.source) for prompt in prompts[:8]]])
     rows += [[label, *row] for label, row in zip(labels, pictures)]
     save_film(folder / f"film{number}.png", rows)
-    print(f"\nWrote evaluation{number}.json, with every score, and film{number}.png to {folder}")
+    return (f"Wrote evaluation{number}.json, with every score, and film{number}.png to "
+            f"{folder.absolute()}")
 
 def main(args):
     try:  # all input is checked before a model is loaded
@@ -187,16 +188,24 @@ def main(args):
         grpo.try_rewards(rewards, prompts, targets, first.config)
         if not 2 <= args.samples <= LIMIT:
             raise grpo.BadInput(f"--samples: must be 2 to {LIMIT}, to compare them")
+        if not 0 <= args.seed <= 2**40:
+            raise grpo.BadInput(f"--seed: must be 0 to 2**40, and is {args.seed}")
         results, pictures = zip(*evaluate(
             [*chosen.values()], prompts, targets, rewards, args.samples, args.seed))
     except grpo.BadInput as error:
         fail(error)
+    try:  # before the table, whose reader may stop
+        written = write_files(args, [*chosen], prompts, results, pictures)
+    except OSError as error:  # such as a full disk, which is told after the table
+        written = error
     print(f"--prompts {args.prompts} --reward {args.reward or first.config.reward}")
     differences = tell_differences(runs)
     if differences:
         print(differences)
     print_table([*chosen], results)
-    write_files(args, [*chosen], prompts, results, pictures)
+    if isinstance(written, OSError):
+        fail(f"not all was written: {written}")
+    print(f"\n{written}")
 
 if __name__ == "__main__":
     main(ARGS)

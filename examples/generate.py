@@ -5,11 +5,13 @@
     python -m examples.generate runs/mine/adapter_00010 --prompt "a red fox"
     python -m examples.generate --model zai-org/GLM-Image --prompt "a red fox"
     python -m examples.generate runs/edits --source fox.png --prompt "make it snow"
+    python -m examples.generate runs/mine --prompt "a red fox" --change
 
 The folder --out gets sheet.png, with a row for each prompt, and the single pictures. Equal seeds
-give equal pictures, so that adapters can be compared; evaluate.py does that.
+give equal pictures, so that adapters can be compared; evaluate.py does that. With --change, a map
+beside each picture shows where training made its codes likelier (red) or less likely (blue).
 """
-import argparse, json, re, sys, typing
+import argparse, json, os, re, sys, typing
 from pathlib import Path
 
 def parse_args():
@@ -28,6 +30,7 @@ def parse_args():
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--width", type=int, help="default: as in the run")
     add("--height", type=int, help="default: as in the run")
+    add("--change", action="store_true", help="draw a map of log pi_new - log pi_base, too")
     add("--out", type=Path, default="pictures", help="new folder; default: %(default)s")
     if len(sys.argv) == 1:
         parser.print_help()
@@ -38,6 +41,7 @@ if __name__ == "__main__":
     ARGS = parse_args()  # before the imports, which take seconds
 
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
@@ -108,6 +112,7 @@ def read_adapter_config(folder, name):
     return config[name]
 
 def load_weights(wrapper, weights):
+    """-> the LoRA that has them."""
     if isinstance(weights, dict):
         A = next(iter(weights.values()))
         lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank=len(A))
@@ -116,6 +121,7 @@ def load_weights(wrapper, weights):
         rank = read_adapter_config(weights, "r")
         lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank)
         grpo.attempt(weights, lora.load_folder, weights)
+    return lora
 
 def check_prompts(wrapper, prompts):
     for prompt in prompts:
@@ -123,19 +129,53 @@ def check_prompts(wrapper, prompts):
 
 LIMIT = 32  # samples drawn at a time: more would take much memory, fewer are hardly faster
 
-def draw(wrapper, prompts, samples, seeds):
-    """Yields the rollout and the pictures of each prompt. The two halves of GLM-Image take turns
-    once in 32 pictures."""
+def draw(wrapper, prompts, samples, seeds, lora=None):
+    """Yields the rollout and the pictures of each prompt and, given its LoRA, what that changed.
+    The two halves of GLM-Image take turns once in 32 pictures."""
     size = LIMIT // samples  # prompts at a time
     with tqdm(total=len(prompts) * samples, unit="picture", disable=None) as bar:
         for start in range(0, len(prompts), size):
             part = slice(start, start + size)
             rollout = wrapper.sample(prompts[part], samples, seeds[part])
+            change = None if lora is None else compute_change(wrapper, lora, rollout)
             for i, (prompt, seed) in enumerate(zip(prompts[part], seeds[part])):
-                group = rollout.part(slice(i * samples, (i + 1) * samples))
+                rows = slice(i * samples, (i + 1) * samples)
+                group = rollout.part(rows)
                 images = wrapper.decode([prompt], group.tokens, [seed])
                 bar.update(samples)
-                yield group, images
+                yield group, images, None if lora is None else change[rows]
+
+# --- What training changed ----------------------------------------------------
+@torch.no_grad()
+def compute_change(wrapper, lora, rollout):
+    """log pi_new - log pi_base of the codes drawn [N, T]. As pi_new drew them, its mean estimates
+    KL(new, base), the `kl` of the log."""
+    if rollout.tokens.is_floating_point():
+        raise grpo.BadInput("--change: this model draws latents, not codes")
+    size = wrapper.config.micro_batch_size
+    parts = [rollout.part(slice(i, i + size)) for i in range(0, len(rollout.tokens), size)]
+    logprobs = []
+    for lora.enabled in (True, False):
+        logprobs.append(torch.cat([wrapper.compute_logprobs(part)[0].cpu() for part in parts]))
+    lora.enabled = True
+    return logprobs[0] - logprobs[1]
+
+def pick_painted(wrapper, values):
+    """[G, T], a value for each token -> those of the codes that the picture is made of. GLM-Image
+    does not paint the draft that comes before the large grid."""
+    if isinstance(wrapper, grpo.GLMImageWrapper):
+        return values[:, -(wrapper.config.height // 32 * (wrapper.config.width // 32)):]
+    return values
+
+def draw_map(values, limit, size):
+    """A value for each code, row by row -> PIL image: white at 0, red at limit, blue at -limit."""
+    width, height = size
+    rows = round((len(values) * height / width) ** 0.5)
+    if len(values) % rows:
+        raise grpo.BadInput(f"--change: {len(values)} tokens are no grid of {width} x {height}")
+    x = (values.view(rows, -1) / (limit or 1)).clamp(-1, 1)
+    pixels = torch.stack([1 + x.clamp(max=0), 1 - x.abs(), 1 - x.clamp(min=0)], 2)
+    return Image.fromarray((255 * pixels).byte().numpy()).resize(size, Image.NEAREST)
 
 # --- The command --------------------------------------------------------------
 def choose_step(path, weights, step):
@@ -167,6 +207,13 @@ def prepare(args):
     """All input is checked before a model is loaded -> prompts, run, its step or None."""
     if args.out.exists():
         raise grpo.BadInput(f"--out {args.out}: exists already; choose another folder")
+    there = next(folder for folder in args.out.absolute().parents if folder.exists())
+    if not os.access(there, os.W_OK):
+        raise grpo.BadInput(f"--out {args.out}: nothing can be written to {there}")
+    if not 0 <= args.seed <= 2**40:
+        raise grpo.BadInput(f"--seed: must be 0 to 2**40, and is {args.seed}")
+    if args.change and not args.adapter:
+        raise grpo.BadInput("--change: type the folder of a run or of an adapter")
     if not (args.adapter or args.model or args.wrapper):
         raise grpo.BadInput("type the folder of a run or of an adapter, or --model")
     run = open_run(args.adapter, model=args.model, wrapper=args.wrapper,
@@ -174,23 +221,42 @@ def prepare(args):
     step = choose_step(args.adapter, run.weights, args.step) if args.adapter else None
     return read_prompts(args, run), run, step
 
+def add_maps(rows, changes, prompts, out):
+    """Saves a map for each picture -> rows in which it follows the picture. All have one scale."""
+    limit = torch.cat(changes).abs().quantile(0.95).item()  # rare codes would make the rest pale
+    print(f"log pi_new - log pi_base of the codes: blue {-limit:.3g}, white 0, red {limit:+.3g}")
+    paired = []
+    for i, (images, change, prompt) in enumerate(zip(rows, changes, prompts)):
+        print(f"  {change.mean().item():+.4f} on average: {prompt}")
+        maps = [draw_map(values, limit, image.size) for values, image in zip(change, images)]
+        for j, picture in enumerate(maps):
+            picture.save(out / f"{i:03}_{j}_change.png")
+        paired.append([cell for pair in zip(images, maps) for cell in pair])
+    return paired
+
 def generate(args):
     prompts, run, step = prepare(args)
     wrapper = run.Wrapper.from_pretrained(run.config.model, run.config)
     check_prompts(wrapper, prompts)
-    if args.adapter:
-        load_weights(wrapper, run.weights[step])
+    lora = load_weights(wrapper, run.weights[step]) if args.adapter else None
     what = args.adapter or run.config.model
     print(what if step is None else f"{what}: {name_step(run, step)}", flush=True)
     args.out.mkdir(parents=True)
     seeds = [args.seed + i for i in range(len(prompts))]
     rows = []
-    for i, (_, images) in enumerate(draw(wrapper, prompts, args.samples, seeds)):
+    changes = []
+    for i, (_, images, change) in enumerate(
+            draw(wrapper, prompts, args.samples, seeds, lora if args.change else None)):
         for j, image in enumerate(images):
             image.save(args.out / f"{i:03}_{j}.png")
-        sources = [open_source(prompts[i].source)] if hasattr(prompts[i], "source") else []
-        rows.append([prompts[i], *sources, *images])
-    save_film(args.out / "sheet.png", rows, columns=2 + args.samples)
+        rows.append(images)
+        if args.change:
+            changes.append(pick_painted(wrapper, change))
+    if args.change:
+        rows = add_maps(rows, changes, prompts, args.out)
+    for row, prompt in zip(rows, prompts):
+        row[:0] = [prompt, open_source(prompt.source)] if hasattr(prompt, "source") else [prompt]
+    save_film(args.out / "sheet.png", rows, columns=max(map(len, rows)))
     print(f"{len(prompts)} prompt(s) at {run.config.width} x {run.config.height}, "
           f"files: {args.out.absolute()}")
 

@@ -1,15 +1,15 @@
 """Measures grpo.py: on your machine, or on a GPU that is only imagined.
 
-    python -m examples.measure report              # please paste what it prints into an issue
-    python -m examples.measure report --model tiny # the same without a GPU, in seconds
-    python -m examples.measure memory              # GiB and kernels of a GPU, counted without one
-    python -m examples.measure janus               # the same for janus.py; also: edit, sft
+    python -m examples.measure report        # please paste what it prints into an issue
+    python -m examples.measure memory        # GiB and kernels of a GPU, counted without one
+    python -m examples.measure janus         # the same for janus.py; also: edit, sft
     python -m examples.measure bench --model random --width 512 --height 512 --offload on
-    python -m examples.measure ablate 0 1 2        # what each choice is worth, over three seeds
-    python -m examples.measure depth               # how far bf16 rounds
+    python -m examples.measure ablate 0 1 2  # what each choice is worth, over three seeds
+    python -m examples.measure depth         # how far bf16 rounds
 
 `report` and `bench` also take the flags of grpo.py. `--model random` has GLM-Image's real sizes and
-random weights, so that nothing is downloaded; it needs a GPU. `--model tiny` is the tiny GLM-Image.
+random weights, so that nothing is downloaded; it needs a GPU. Without one, `report` measures the
+tiny GLM-Image in seconds.
 """
 import argparse, collections, contextlib, dataclasses, functools, itertools, math, platform, re
 import statistics, sys, time, weakref
@@ -40,11 +40,10 @@ class QuietTrainer(grpo.GRPOTrainer):
         with mock.patch.object(grpo, "RANK", 1):  # only the first process writes
             super().__init__(*args)
 
-    def start(self):
+    def start(self, step=None):
         pass
 
-    def save(self, step):
-        pass
+    save = start
 
     def log(self, step, metrics):
         self.history.append(metrics)
@@ -62,9 +61,8 @@ def print_head(text):
 V = 16384  # codes
 
 def make_real(device, ar_layers=40, dit_layers=30):
-    """GLM-Image in its real sizes with random bf16 weights, made on `device`, left on the CPU. It
-    knows the tiny model's words. VAE and text encoder are taken to be CogView4's and about ByT5
-    small's."""
+    """GLM-Image in its real sizes with random bf16 weights, made on `device`, left on the CPU. VAE
+    and text encoder are taken to be CogView4's and about ByT5 small's."""
     home = "meta" if device == META else "cpu"
     rotary = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5,
                   mrope_section=(8, 12, 12))
@@ -102,15 +100,14 @@ def is_on(tensor, kind):
     return isinstance(tensor, torch.Tensor) and tensor.device.type == kind
 
 class CountOperations(TorchDispatchMode):
-    """Operations so far on grpo.DEVICE: kernels, as a profiler would count them on a GPU, or
-    nearly; copies from and to the host; numbers that the host waits for. A copy to the host waits,
-    too."""
+    """Counts operations on grpo.DEVICE: kernels, nearly as a profiler would on a GPU; copies from
+    and to the host; numbers that the host waits for. A copy to the host waits, too."""
     def __init__(self):
         super().__init__()
         self.counts = collections.Counter()
 
     def note(self, function):
-        """-> the function, and a list of the counts before and after each of its calls."""
+        """-> the function, and a list: the counts before and after each call."""
         notes = []
 
         def call(*args, **kwargs):
@@ -129,12 +126,11 @@ class CountOperations(TorchDispatchMode):
         self.counts["kernels"] += reads and not starts_none
         if function is aten._local_scalar_dense.default:
             self.counts["waits"] += reads
-        elif function is aten._to_copy.default and kwargs.get("device") is not None:
-            self.counts["copies in"] += is_on(args[0], "cpu") and kwargs["device"].type == kind
-            self.counts["copies out"] += reads and kwargs["device"].type == "cpu"
-        elif function is aten.copy_.default:
-            self.counts["copies in"] += is_on(args[0], kind) and is_on(args[1], "cpu")
-            self.counts["copies out"] += is_on(args[0], "cpu") and is_on(args[1], kind)
+        elif function.overloadpacket in (aten._to_copy, aten.copy_):
+            source = args[function is aten.copy_.default]
+            target = kwargs.get("device") or args[0].device
+            self.counts["copies in"] += is_on(source, "cpu") and target.type == kind
+            self.counts["copies out"] += is_on(source, kind) and target.type == "cpu"
         return reads
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -145,10 +141,9 @@ class CountOperations(TorchDispatchMode):
 class FakeGPU(CountOperations):
     """`meta` stands for the GPU, the CPU is the host. Every operation passes through here. A
     storage counts from the operation that makes it until nobody holds it any more, in blocks of 512
-    bytes, as on a GPU. Weights are added by hand: with offloading, those of the half that is held
-    alone.
-    Whole numbers from the host, and what follows from them alone, have contents: `transformers`
-    looks at the mask of the prompts to decide whether it needs one of its own."""
+    bytes, as on a GPU. Weights are added by hand: with offloading, those of one half alone. Whole
+    numbers from the host, and what follows from them alone, have contents: `transformers` looks at
+    the mask of the prompts to decide whether it needs one of its own."""
     def __init__(self, *halves):
         super().__init__()
         self.alive = {}  # storages: a weak reference, bytes
@@ -157,10 +152,6 @@ class FakeGPU(CountOperations):
         self.weights = {"on": 0, "off": sum(self.sizes.values())}  # on the GPU, by --offload
         self.peaks = {}
         self.now = 0  # bytes beside the weights
-        for half in halves:
-            for tensor in itertools.chain(half.parameters(), half.buffers()):
-                self.see(tensor)
-        self.now = 0
 
     def measure(self, **phases):
         """Calls a function for each phase -> the highest GiB, {phase: {"on", "off"}}."""
@@ -170,8 +161,7 @@ class FakeGPU(CountOperations):
             self.peaks = {"on": 0, "off": 0}
             function()
             gib[name] = {offload: peak / GIB for offload, peak in self.peaks.items()}
-            left = self.now - resident
-            assert left < 2**20, f"{name} leaves {left} bytes behind"
+            assert self.now - resident < 2**20, f"{name} leaves something behind"
         return gib
 
     def see(self, tensor):
@@ -226,8 +216,7 @@ class FakeGPU(CountOperations):
         if function is aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
             zeros = torch.zeros((), dtype=kwargs.get("dtype") or args[0].dtype)
             return zeros.expand(args[0].shape)
-        if function is aten.index.Tensor and args[1][0].dtype == torch.bool:
-            # The glyphs that are no padding: all of them.
+        if function is aten.index.Tensor and args[1][0].dtype == torch.bool:  # take all glyphs
             return args[0].flatten(0, args[1][0].dim() - 1)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -259,7 +248,6 @@ class FakeGPU(CountOperations):
         if attn_mask is None:
             return aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, scale=scale)[0]
-        assert not enable_gqa  # the keys were repeated
         if attn_mask.dtype == torch.bool:
             zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = zeros.masked_fill_(~attn_mask, -math.inf)
@@ -301,19 +289,15 @@ def warm_up(trainer):
     trainer.optimizer.param_groups[0]["foreach"] = True  # as by default on a GPU
     for weight in trainer.lora.weights.values():
         weight.grad = torch.zeros_like(weight)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    trainer.update_weights()
 
 def skip_tokens(forward, T):
-    """`forward` for a sampler of T tokens: only the prompts and the last three, beside what is kept
-    of all."""
+    """`forward` for a sampler of T tokens: only the prompts and the last three are computed."""
     shapes = []  # of the logits of each pass
 
     def forward_rarely(*args):
-        if 0 < len(shapes) < T - 3:
-            logits = torch.zeros(shapes[0], device=grpo.DEVICE)
-        else:
-            logits = forward(*args)
+        skipped = 0 < len(shapes) < T - 3
+        logits = torch.zeros(shapes[0], device=grpo.DEVICE) if skipped else forward(*args)
         shapes.append(logits.shape)
         return logits
 
@@ -371,6 +355,9 @@ def count_vision(side, alone):
     with imagine(gpu):
         return gpu.measure(see=lambda: edit.encode_images(pipe, pictures))["see"]["off"]
 
+class QuietSFT(QuietTrainer, sft.SFTTrainer):
+    """Its `train_step` is that of SFTTrainer."""
+
 def count_sft(side, size):
     """Highest GiB with --offload on in a step of sft.py, of two micro-batches."""
     config = grpo.Config(width=side, height=side, micro_batch_size=size, batch_size=2 * size,
@@ -378,21 +365,15 @@ def count_sft(side, size):
     wrapper, gpu = imagine_real(grpo.GLMImageWrapper, config)
     captions = ["red" + " red" * 39] * 2 * size
     codes = torch.zeros(2 * size, 256 + (side // 32) ** 2).long()
-
-    class QuietSFT(QuietTrainer, sft.SFTTrainer):
-        pass
-
     with imagine(gpu):
         trainer = QuietSFT(config, wrapper, captions, codes, None)
         warm_up(trainer)
-        rows = torch.arange(2 * size)
-        return gpu.measure(step=lambda: trainer.train_step(rows))["step"]["on"]
+        return gpu.measure(step=lambda: trainer.train_step(torch.arange(2 * size)))["step"]["on"]
 
 JANUS = {  # billions of weights: what differs between the two Janus-Pro
-    1: dict(hidden_size=2048, num_hidden_layers=24, num_attention_heads=16,
-            intermediate_size=5632),
-    7: dict(hidden_size=4096, num_hidden_layers=30, num_attention_heads=32,
-            intermediate_size=11008)}
+    1: dict(num_hidden_layers=24, hidden_size=2048, intermediate_size=5632, num_attention_heads=16),
+    7: dict(num_hidden_layers=30, hidden_size=4096, intermediate_size=11008,
+            num_attention_heads=32)}
 
 def count_janus(billions, micro_batch_size):
     """As count_step, for 8 x 4 images and prompts of 64 tokens, all but one of them padded."""
@@ -412,40 +393,38 @@ def count_janus(billions, micro_batch_size):
 
 ROWS = [(512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4), (1024, 8, 4, 1), (1024, 8, 4, 4),
         (1024, 8, 16, 1)]  # side, prompts, group, micro-batch
+SIDES = [512, 1024]  # for edit.py and sft.py
 PHASES = dict(sample="a token", decode="a DiT pass", update="a micro-batch of one prompt")
 
 def measure_memory(args):
-    """Tables of docs/figures.md: GiB with --offload on / off, and what is counted in each row."""
+    """Tables of docs/figures.md: GiB with --offload on / off, and counts of the last row."""
     _, gpu = imagine_real(grpo.GLMImageWrapper, grpo.Config(offload="off"))
     ar, dit = [size / GIB for size in gpu.sizes.values()]
     print(f"Weights in bf16: {ar:.1f} GiB to sample and update, {dit:.1f} to decode.\n")
     print_head("size | prompts x group | micro-batch | sample | decode | update")
-    counted = {}
-    for row in args.numbers:
-        side, num_prompts, group_size, size = ROWS[row]
-        peaks, counted[row] = count_memory(side, num_prompts, size, group_size)
+    for side, num_prompts, group_size, size in ROWS[:args.rows]:
+        peaks, counts = count_memory(side, num_prompts, size, group_size)
         cells = [f"{peaks[phase]['on']:.1f} / {peaks[phase]['off']:.1f}" for phase in PHASES]
         print_row(side, f"{num_prompts} x {group_size}", size, *cells)
     print()
-    print_head("row | what | kernels | copies to the GPU | copies back | other waits | "
-               "attention with a mask")
-    for row, (phase, name) in itertools.product(counted, PHASES.items()):
-        c = counted[row][phase]
-        print_row(row, name, f"{c['kernels']:,}", c["copies in"], c["copies out"], c["waits"],
-                  f"{c['masks']} of {c['attention']}")
+    print_head("what | kernels | copies to the GPU | copies back | other waits | masks")
+    for phase, name in PHASES.items():
+        c = counts[phase]
+        print_row(name, f"{c['kernels']:,}", c["copies in"], c["copies out"], c["waits"],
+                  f"{c['masks']} in {c['attention']} attentions")
 
-def measure_edits(args):
+def measure_edit(args):
     """The table of docs/edit.md, with --offload on. The vision tower comes when a source is seen
     for the first time."""
     print_head("size | encode a source | sample | decode | update")
-    for side in args.numbers:
+    for side in SIDES:
         peaks, _ = count_memory(side, 8, Wrapper=edit.EditWrapper)
         print_row(side, count_vision(side, alone=False), *[peaks[phase]["on"] for phase in PHASES])
 
 def measure_sft(args):
     """The table of docs/sft.md, with --offload on."""
     print_head("size | vision tower | micro-batch of 1 | micro-batch of 4")
-    for side in args.numbers:
+    for side in SIDES:
         print_row(side, count_vision(side, alone=True), count_sft(side, 1), count_sft(side, 4))
 
 def measure_janus(args):
@@ -457,10 +436,10 @@ def measure_janus(args):
         print_row(f"{billions} B", size, *[peaks[phase]["off"] for phase in PHASES], *kernels)
 
 # --- A report, and the benchmark ----------------------------------------------
-def clock(function, *args):
+def clock(function, *args, **kwargs):
     """-> (seconds, what it returned); a GPU is waited for."""
     start = time.perf_counter()
-    result = function(*args)
+    result = function(*args, **kwargs)
     if grpo.CUDA:
         torch.cuda.synchronize()
     return time.perf_counter() - start, result
@@ -470,62 +449,78 @@ def measure_host():
     meminfo = Path("/proc/meminfo").read_text()
     free = int(re.search(r"MemAvailable: *(\d+)", meminfo)[1]) / 2**20
     container = Path("/sys/fs/cgroup/memory.max")  # it may allow less than the machine has
-    if container.exists() and container.read_text().strip().isdigit():
-        free = min(free, int(container.read_text()) / GIB)
-    return free
-
-def check_room():
-    """A host without room kills a process without a word."""
-    gpu = torch.cuda.mem_get_info()[0] / GIB
-    host = measure_host()
-    if gpu < 21 or host < 35:
-        raise grpo.BadInput("--model random needs 21 GiB of free memory on the GPU and 35 on the "
-                            f"host, and there are {gpu:.1f} and {host:.1f}")
-
-def read_settings(flags, **defaults):
-    """-> config. The model may be `random` or `tiny`."""
-    config = grpo.parse_args(flags, **defaults)
-    if config.wrapper:
-        raise grpo.BadInput("--wrapper: only GLM-Image is measured")
-    if config.model == "tiny":
-        own = [f"--model={grpo.TINY_MODEL}"]  # what is typed last counts
-        return grpo.parse_args([*flags, *own], **defaults)
-    if config.model == "random":
-        if not grpo.CUDA:
-            raise grpo.BadInput("--model random is 33 GiB of weights and needs a GPU; without one, "
-                                "type --model tiny")
-        check_room()
-    return config
+    limit = container.read_text().strip() if container.exists() else "max"
+    return free if limit == "max" else min(free, int(limit) / GIB)
 
 def load(config):
+    if config.wrapper:
+        raise grpo.BadInput("--wrapper: only GLM-Image is measured")
     if config.model != "random":
         return grpo.GLMImageWrapper.from_pretrained(config.model, config)
+    gpu = torch.cuda.mem_get_info()[0] / GIB if grpo.CUDA else 0.0
+    host = measure_host()
+    if gpu < 21 or host < 35:  # a host without room would kill the process without a word
+        raise grpo.BadInput("--model random needs 21 GiB of free memory on a GPU and 35 on the "
+                            f"host, and there are {gpu:.1f} and {host:.1f}")
     pipe = make_real(grpo.DEVICE)
     torch.cuda.empty_cache()
     return grpo.GLMImageWrapper(pipe, config)
 
-def name_device():
-    if not grpo.CUDA:
-        return f"CPU, {torch.get_num_threads()} thread(s)"
-    gpu = torch.cuda.get_device_properties(grpo.DEVICE)
-    return f"{gpu.name}, {gpu.total_memory / GIB:.1f} GiB"
+def measure_step(trainer, prompts, group_size, show=lambda *row: None):
+    """One step -> {phase: (seconds, GiB in tensors, GiB reserved)}, its rollout, its metrics.
+    `show` is told each phase at its end."""
+    wrapper = trainer.wrapper
+    seeds = range(len(prompts))
+    phases = {}
+
+    def measure(name, function, *args):
+        if grpo.CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        seconds, result = clock(function, *args)
+        phases[name] = (seconds, torch.cuda.max_memory_allocated() / GIB,
+                        torch.cuda.max_memory_reserved() / GIB)
+        show(name, f"{seconds:.2f}", *phases[name][1:])
+        return result
+
+    rollout = measure("sample", wrapper.sample, prompts, group_size, seeds)
+    images = measure("decode", wrapper.decode, prompts, rollout.tokens, seeds)
+    rewards, _ = measure("score", grpo.compute_rewards, images, rollout.prompts,
+                         [None] * len(images), trainer.rewards)
+    one = torch.zeros(1)  # a group of one has nothing to compare
+    advantages = grpo.compute_advantages(rewards, group_size) if group_size > 1 else one
+    metrics = measure("update", trainer.train_step, rollout, advantages)
+    return phases, rollout, metrics
+
+def print_settings(config):
+    """What is measured: printed before a model is loaded, which takes half a minute."""
+    device = f"CPU, {torch.get_num_threads()} thread(s)"
+    if grpo.CUDA:
+        gpu = torch.cuda.get_device_properties(grpo.DEVICE)
+        device = f"{gpu.name}, {gpu.total_memory / GIB:.1f} GiB, CUDA {torch.version.cuda}"
+    versions = [f"{module.__name__} {module.__version__}"
+                for module in (torch, transformers, diffusers)]
+    print(device, f"Python {platform.python_version()}", *versions, sep=", ")
+    names = "model width height batch_size group_size micro_batch_size decode_steps guidance"
+    print(*[f"{name} {getattr(config, name)}" for name in names.split()], sep=", ", flush=True)
 
 def measure_report(args):
     """What somebody with a GPU can paste into an issue: seconds, GiB, kernels, rounding, NaN."""
-    model = "random" if grpo.CUDA else "tiny"
-    config = read_settings(args.flags, model=model, micro_batch_size=1, decode_steps=5)
-    print(name_device(), f"Python {platform.python_version()}", f"CUDA {torch.version.cuda}",
-          *[f"{module.__name__} {module.__version__}"
-            for module in (torch, transformers, diffusers)], sep=", ")
-    names = "model width height batch_size group_size micro_batch_size decode_steps guidance"
-    print(*[f"{name} {getattr(config, name)}" for name in names.split()], sep=", ", flush=True)
-    wrapper = load(config)  # the first line comes before, as this takes half a minute
+    model = "random" if grpo.CUDA else grpo.TINY_MODEL
+    config = grpo.parse_args(args.flags, model=model, micro_batch_size=1, decode_steps=5)
+    print_settings(config)
+    wrapper = load(config)
     print(f"offload {wrapper.offload}\n", flush=True)
-    short, long = "a red fox", "a blue door in a white wall, beside a yellow bicycle"
-    trainer = QuietTrainer(config, wrapper, [short, long])
-    report_kernels(config, trainer, short)
-    report_phases(config, trainer, short)
-    report_padding(config, trainer, short, long)
+    prompts = ["a red fox", "a blue door in a white wall, beside a yellow bicycle"]
+    trainer = QuietTrainer(config, wrapper, prompts)
+    report_kernels(config, trainer, prompts[0])
+    print_head("phase | seconds | GiB in tensors | GiB reserved")
+    _, _, metrics = measure_step(trainer, prompts[:1] * config.batch_size, config.group_size,
+                                 show=print_row)
+    policy = wrapper.policy
+    print(f"\n{policy.dtype}, {len(policy.model.language_model.layers)} layers: sampler_gap "
+          f"{metrics['sampler_gap']:.3g}, entropy {metrics['entropy']:.3g}, grad_norm "
+          f"{metrics['grad_norm']:.3g}", flush=True)
+    report_padding(trainer, prompts)
 
 def report_kernels(config, trainer, prompt):
     """A small step, which also warms up, with few of its tokens."""
@@ -548,40 +543,12 @@ def report_kernels(config, trainer, prompt):
     print(f"kernels: {token} a token, {stroke} a DiT pass, {update} an update of "
           f"{len(part.prompts)} image(s)\n", flush=True)
 
-def report_phases(config, trainer, prompt):
-    """Seconds and memory of a whole step."""
-    print_head("phase | seconds | GiB in tensors | GiB reserved")
-    decode = f"decode, {config.decode_steps} step(s)"
-    prompts = [prompt] * config.batch_size
-    seeds = range(config.batch_size)
-
-    def measure(name, function, *args):
-        if grpo.CUDA:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        seconds, result = clock(function, *args)
-        print_row(name, f"{seconds:.2f}", torch.cuda.max_memory_allocated() / GIB,
-                  torch.cuda.max_memory_reserved() / GIB)
-        return result
-
-    rollout = measure("sample", trainer.wrapper.sample, prompts, config.group_size, seeds)
-    images = measure(decode, trainer.wrapper.decode, prompts, rollout.tokens, seeds)
-    rewards, _ = grpo.compute_rewards(
-        images, rollout.prompts, [None] * len(images), trainer.rewards)
-    advantages = grpo.compute_advantages(rewards, config.group_size)
-    metrics = measure("update", trainer.train_step, rollout, advantages)
-    dtype = trainer.wrapper.policy.dtype
-    layers = len(trainer.wrapper.policy.model.language_model.layers)
-    print(f"\n{dtype}, {layers} layers: sampler_gap {metrics['sampler_gap']:.3g}, "
-          f"entropy {metrics['entropy']:.3g}, grad_norm {metrics['grad_norm']:.3g}", flush=True)
-
-def report_padding(config, trainer, short, long):
+def report_padding(trainer, prompts):
     """A micro-batch of two prompts, where the padding of the shorter has no key to attend to."""
-    rollout = trainer.wrapper.sample([short, long], 1, [0, 1])
+    rollout = trainer.wrapper.sample(prompts, 1, [0, 1])
     trainer.config.micro_batch_size = 2
     metrics = trainer.train_step(rollout, torch.tensor([1.0, -1.0]))
-    finite = all([math.isfinite(value) for value in metrics.values()])
-    finite = finite and bool(rollout.logprobs.isfinite().all())
+    finite = math.isfinite(sum(metrics.values()) + rollout.logprobs.sum())
     print(f"prompts of different length: {'all finite' if finite else 'NaN'}, "
           f"sampler_gap {metrics['sampler_gap']:.3g}, grad_norm {metrics['grad_norm']:.3g}")
 
@@ -592,74 +559,49 @@ def measure_stock(wrapper, rollout):
     one = rollout.part(slice(1))
     wrapper.move_to_gpu(wrapper.ar)
     wrapper.policy.eval()  # in training mode `generate` loses its cache, and looks too slow
-    prompt, = one.prompts
     wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
     codes = wrapper.pipe.transformer.config.prior_vq_quantizer_codebook_size
     others = list(range(codes, wrapper.policy.lm_head.out_features))
     wrapper.policy.generation_config.suppress_tokens = others
-    sampled, _ = clock(functools.partial(
-        wrapper.pipe.generate_prior_tokens, prompt, config.height, config.width,
-        device=grpo.DEVICE))
+    sampled, _ = clock(wrapper.pipe.generate_prior_tokens, one.prompts[0], config.height,
+                       config.width, device=grpo.DEVICE)
     wrapper.policy.model.visual.to("cpu")  # or its 2 GiB would count as ours
     wrapper.ar.train()
-    decoded, _ = clock(wrapper.decode, [prompt], one.tokens, [0])
-    with torch.no_grad():
-        scored, _ = clock(wrapper.compute_logprobs, one)
+    decoded, _ = clock(wrapper.decode, one.prompts, one.tokens, [0])
+    scored, _ = clock(torch.no_grad()(wrapper.compute_logprobs), one)
     return sampled + decoded + scored
 
-def measure_step(trainer, prompt, group_size):
-    """One step on one prompt -> seconds of sample, decode, score and update, and its rollout."""
-    sample, rollout = clock(trainer.wrapper.sample, [prompt], group_size, [0])
-    decode, images = clock(trainer.wrapper.decode, [prompt], rollout.tokens, [0])
-    score, (rewards, _) = clock(grpo.compute_rewards, images, rollout.prompts,
-                                [None] * group_size, trainer.rewards)
-    one = torch.zeros(1)  # a group of one has nothing to compare
-    advantages = grpo.compute_advantages(rewards, group_size) if group_size > 1 else one
-    update, _ = clock(trainer.train_step, rollout, advantages)
-    return (sample, decode, score, update), rollout
-
 def measure_bench(args):
-    """Seconds of a step, and of a stock rollout. Ratios are of medians measured in turn."""
-    prompt = "a red fox"
-    flags = ["--micro-batch-size", "1" if grpo.CUDA else "8", *args.flags]
-    config = read_settings(flags)
-    wrapper = load(config)
-    trainer = QuietTrainer(config, wrapper, [prompt])
-    repeats = args.repeats or (3 if grpo.CUDA else 9)
-    print(f"{config.model}, {config.width} x {config.height}, {config.decode_steps} decode steps, "
-          f"{config.micro_batch_size} images at a time, offload {config.offload}, "
-          f"{name_device()}, one prompt, medians of {repeats}, seconds\n")
-    print_head("group | stock rollout | ours | ratio | sample | decode | update | step | tokens/s "
-               "| peak GiB")
+    """Seconds of a step on one prompt, and of a stock rollout, measured in turn."""
+    size = "1" if grpo.CUDA else "8"
+    config = grpo.parse_args(["--micro-batch-size", size, *args.flags])
+    print_settings(config)
+    print(f"one prompt, medians of {args.repeats}, in seconds\n", flush=True)
+    prompts = ["a red fox"]
+    trainer = QuietTrainer(config, load(config), prompts)
+    print_head("group | stock rollout | sample | decode | update | stock / ours | peak GiB")
     for group_size in args.groups:
-        if grpo.CUDA:
-            torch.cuda.reset_peak_memory_stats()
-        _, rollout = measure_step(trainer, prompt, group_size)  # warm-up
-        peak = torch.cuda.max_memory_allocated() / GIB  # of ours, before the stock recipe comes
-        phases = []
+        phases, rollout, _ = measure_step(trainer, prompts, group_size)  # warm-up
+        peak = max([gib for _, gib, _ in phases.values()])
+        steps = []
         stocks = []
-        for _ in range(repeats):
-            phases.append(measure_step(trainer, prompt, group_size)[0])
+        for _ in range(args.repeats):
+            steps.append(measure_step(trainer, prompts, group_size)[0])
             images = 1 if grpo.CUDA else group_size
-            seconds = [measure_stock(wrapper, rollout) for _ in range(images)]
+            seconds = [measure_stock(trainer.wrapper, rollout) for _ in range(images)]
             stocks.append(statistics.mean(seconds) * group_size)
-        sample, decode, score, update = [statistics.median(column) for column in zip(*phases)]
+        sample, decode, update = [statistics.median([step[name][0] for step in steps])
+                                  for name in PHASES]
         stock = statistics.median(stocks)
-        ours = sample + decode
-        step = ours + score + update
-        seconds = [f"{x:.3f}" for x in (stock, ours, sample, decode, update, step)]
-        print_row(group_size, *seconds[:2], f"{stock / ours:.1f}x", *seconds[2:],
-                  round(rollout.tokens.numel() / sample), peak)
+        cells = [f"{x:.3f}" for x in (stock, sample, decode, update)]
+        print_row(group_size, *cells, f"{stock / (sample + decode):.1f}x", peak)
 
 # --- What each choice is worth ------------------------------------------------
-def noise_of_its_own(decode):
+def noise_of_its_own(decode, prompts, tokens, seeds):
     """Instead of one for the group: every image starts from other noise."""
-    def other(prompts, tokens, seeds):
-        G = len(tokens) // len(prompts)
-        own = [seed + i for seed in seeds for i in range(G)]
-        return decode(np.repeat(prompts, G).tolist(), tokens, own)
-
-    return other
+    G = len(tokens) // len(prompts)
+    own = [seed + i for seed in seeds for i in range(G)]
+    return decode(np.repeat(prompts, G).tolist(), tokens, own)
 
 def advantages_not_divided(rewards, group_size):
     """As in Dr. GRPO: in the place of grpo.compute_advantages."""
@@ -683,19 +625,19 @@ def measure_ablate(args):
     """Mean reward of the last five of 20 steps, per seed, and mean and std over the seeds."""
     results = {name: [] for name in ABLATIONS}
     prompts, _ = grpo.load_prompts(None)
-    for seed, (name, settings) in itertools.product(args.numbers, ABLATIONS.items()):
+    for seed, (name, settings) in itertools.product(args.seeds, ABLATIONS.items()):
         config = grpo.parse_args(["--model", grpo.TINY_MODEL, "--steps", str(args.steps)])
         config = dataclasses.replace(config, **settings, seed=seed)
         wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
         if name.startswith("separate"):
-            wrapper.decode = noise_of_its_own(wrapper.decode)
+            wrapper.decode = functools.partial(noise_of_its_own, wrapper.decode)
         compare = advantages_not_divided if "division" in name else grpo.compute_advantages
         with mock.patch.object(grpo, "compute_advantages", compare):
             trainer = QuietTrainer(config, wrapper, prompts)
             trainer.train()
         results[name].append(statistics.mean([row["reward"] for row in trainer.history[-5:]]))
         print(f"seed {seed}  {name:36s} {results[name][-1]:.3f}", file=sys.stderr, flush=True)
-    print_head(" | ".join(["setting", *[f"seed {seed}" for seed in args.numbers], "mean", "std"]))
+    print_head(" | ".join(["setting", *[f"seed {seed}" for seed in args.seeds], "mean", "std"]))
     for name, values in results.items():
         spread = statistics.stdev(values) if len(values) > 1 else math.nan
         print_row(name, *[f"{x:.3f}" for x in (*values, statistics.mean(values), spread)])
@@ -707,11 +649,11 @@ DEPTHS = [(10, 0.04, 16), (20, 0.04, 16), (40, 0.04, 16), (40, 0.08, 16),  # lay
 @torch.no_grad()
 def measure_depth(args, linear=F.linear):
     """How far bf16 rounds in GLM-Image's AR half, with random weights, a quarter as wide. Columns:
-    max |log-prob differences| of the sampler to the trainer (gap), of two trainer passes (again),
-    to one without padding, and to one whose sums are in reverse order; of the last also the 99th
-    percentile, the mean, the share of ratios off by 0.2 (out)."""
-    prompts = ["green"] * 4 + ["a red fox on a wall beside a yellow door"] * 4
-    print_head("layers | init | bits | nats | gap | again | unpadded | reversed | 99 % | mean | out")
+    |log-prob differences| of the trainer to a pass that sums in reverse order: mean, 99th
+    percentile, largest, and the share of ratios that are off by more than 0.2; then the largest
+    difference to an equal pass."""
+    prompts = ["green", "a red fox on a wall beside a yellow door"]
+    print_head("layers | init | bits | mean | 99 % | largest | off | again")
     for layers, init, bits in DEPTHS[:args.rows]:
         pipe = tiny.make_models(grpo.COLORS)
         pipe.processor._get_target_shape = lambda height, width: (8, 8, 4, 4)  # a small draft
@@ -727,15 +669,12 @@ def measure_depth(args, linear=F.linear):
         heat = 0.9 * init * 32 / 3.5  # what 0.9 is to logits of std 3.5: some codes stand out
         wrapper = grpo.GLMImageWrapper(pipe, grpo.Config(
             width=256, height=256, top_k=0, top_p=0.75, temperature=heat, offload="off"))
-        rollout = wrapper.sample(prompts[::4], 4, [0, 1])
-        sampled = rollout.logprobs.to(grpo.DEVICE)
+        rollout = wrapper.sample(prompts, 4, [0, 1])
         first, again = [wrapper.compute_logprobs(rollout)[0] for _ in range(2)]
-        alone, _ = wrapper.compute_logprobs(rollout.part(slice(4)))  # no padding
         with mock.patch.object(F, "linear", lambda x, w, b: linear(x.flip(-1), w.flip(-1), b)):
-            gap = wrapper.compute_logprobs(rollout)[0] - sampled
-        ratios = [sampled - first, again - first, alone - first[:4], gap]  # their logarithms
-        cells = [-sampled.mean(), *[x.abs().max() for x in ratios], gap.abs().quantile(0.99),
-                 gap.abs().mean(), (gap.expm1().abs() > 0.2).float().mean()]
+            gap = wrapper.compute_logprobs(rollout)[0] - first
+        cells = [gap.abs().mean(), gap.abs().quantile(0.99), gap.abs().max(),
+                 (gap.expm1().abs() > 0.2).float().mean(), (again - first).abs().max()]
         print_row(layers, str(init), bits, *[f"{cell.item():.2g}" for cell in cells])
 
 def main():
@@ -743,31 +682,25 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(metavar="command")
 
-    def add(name, function, what=None, possible=None, default=None):
-        def number(text):
-            return possible[possible.index(int(text))]
-
+    def add(name, function):
         summary = re.split(r"\.\s", function.__doc__)[0].replace("\n", " ")
         command = commands.add_parser(name, help=summary, description=function.__doc__,
                                       allow_abbrev=False)
         command.set_defaults(run=function)
-        if what:
-            command.add_argument("numbers", type=number, nargs="*", default=default, metavar=what,
-                                 help="default: all of %(default)s")
         return command
 
     add("report", measure_report)
     bench = add("bench", measure_bench)
     bench.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8, 16], help="group sizes")
-    bench.add_argument("--repeats", type=int, help="default: 3 on a GPU, 9 on a CPU")
-    add("memory", measure_memory, "row", range(len(ROWS)), [*range(len(ROWS))])
-    sizes = range(32, 4097, 32)
-    add("edit", measure_edits, "size", sizes, [512, 1024])
-    add("sft", measure_sft, "size", sizes, [512, 1024])
+    bench.add_argument("--repeats", type=int, default=3 if grpo.CUDA else 9)
+    add("memory", measure_memory).add_argument("--rows", type=int, help="only the first of them")
+    add("edit", measure_edit)
+    add("sft", measure_sft)
     add("janus", measure_janus)
-    ablate = add("ablate", measure_ablate, "seed", range(10**6), [*range(5)])
+    ablate = add("ablate", measure_ablate)
+    ablate.add_argument("seeds", type=int, nargs="*", default=[*range(5)])
     ablate.add_argument("--steps", type=int, default=20)
-    add("depth", measure_depth).add_argument("--rows", type=int, default=len(DEPTHS))
+    add("depth", measure_depth).add_argument("--rows", type=int, help="only the first of them")
 
     args, args.flags = parser.parse_known_args()
     if "run" not in args:

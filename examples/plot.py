@@ -31,7 +31,14 @@ def read_rows(run):
     a file that is being copied may end early."""
     path = Path(run, "metrics.jsonl")
     lines = path.read_text().split("\n") if path.is_file() else [""]
-    return [json.loads(line) for line in lines[:-1]]
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                fail(f"{path}, line {number}: {error}")
+    return rows
 
 def read_words(run):
     """The run's prompts, as grpo.py reads them: lines end at \\n, \\r\\n or \\r only. A run of an
@@ -48,7 +55,10 @@ def read_samples(run):
     for path in sorted(Path(run).iterdir()):
         match = re.fullmatch(r"samples_(\d{5,})\.png", path.name)
         if match:
-            sheet = Image.open(path)  # pictures of one size, side by side
+            sheet = open_sheet(path)  # pictures of one size, side by side
+            if sheet is None:
+                print(f"{path}: passed over, as it is not whole", file=sys.stderr)
+                continue
             n = count or max(1, sheet.width // read_settings(run)["width"])
             width, rest = divmod(sheet.width, n)
             if rest:
@@ -69,8 +79,8 @@ def find_metrics(rows):
 
 def print_ends(run, rows):
     for name in find_metrics(rows):
-        # A resumed run may have new rewards, and what is not finite is None.
-        values = [row[name] for row in rows if row.get(name) is not None]
+        # A resumed run may have new rewards. What is not finite is None: then no mean is, either.
+        values = [math.nan if row[name] is None else row[name] for row in rows if name in row]
         if values:
             print(f"{run}  {name}: first five steps {mean(values[:5]):.3f}, "
                   f"last five {mean(values[-5:]):.3f}")
@@ -95,7 +105,7 @@ def draw_curves(runs, metric, path):
     # Labels of lines would be left out if they begin with an underscore; $ begins a formula.
     names = [run.replace("$", r"\$") for run in runs]
     figure.legend(lines, names, ncols=columns, loc="outside lower center")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format=Path(path).suffix[1:] or "png")  # or it adds .png
     print(f"{metric}: {path}")
 
 # --- Words --------------------------------------------------------------------
@@ -225,7 +235,7 @@ def open_sheet(path):
         sheet = Image.open(path)
         sheet.load()
         return sheet
-    except OSError:
+    except (OSError, SyntaxError):  # the latter if it ends where a part of it does
         return None
 
 def find_news(run, settings, sent):

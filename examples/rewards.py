@@ -222,8 +222,10 @@ def compare(images, prompts, targets=None):
             "Answer with one digit: 1, 2, or 0 if neither is better.")
     urls = [to_url(image) for image in images]
     questions = {}  # of each pair (i, j), of which i is shown first
-    # Equal prompts stand next to each other. Images of two prompts are never compared.
-    for prompt, group in itertools.groupby(range(len(images)), lambda i: prompts[i]):
+    # Equal prompts stand next to each other. Images of two prompts are never compared; those of
+    # edit.py are equal if their sources are, too.
+    for (prompt, _), group in itertools.groupby(
+            range(len(images)), lambda i: (prompts[i], getattr(prompts[i], "source", None))):
         for i, j in itertools.permutations(group, 2):
             questions[i, j] = (text.format(prompt), urls[i], urls[j])
     answers = ask([each for each in questions.values() if each[1] != each[2]], images)

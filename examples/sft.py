@@ -8,7 +8,7 @@ text beside it: fox.png, fox.txt. GRPO can follow, without its KL to the model b
 This program uses one GPU and takes grpo.py's flags, of which --prompts, --reward, --group-size,
 --num-iterations, --clip-range and --kl-coef have no effect.
 """
-import json, os, random, sys, time
+import json, os, random, re, sys, time, unicodedata
 from pathlib import Path
 
 import torch
@@ -22,20 +22,27 @@ ENDINGS = ".png", ".jpg", ".jpeg", ".webp"
 REWARD = "SFTTrainer"  # what config.json has as the reward, so that grpo.py refuses the run
 
 # --- Pictures, captions and codes ---------------------------------------------
+def nfc(name):
+    """macOS writes é in a name as two characters, e and an accent, other systems as one."""
+    return unicodedata.normalize("NFC", name)
+
 def find_pictures(folder):
     """-> their paths, sorted by name. Names that begin with a dot are the system's own."""
     names = sorted(grpo.attempt(folder, os.listdir, folder))
     files = [Path(folder, name) for name in names if not name.startswith(".")]
     paths = [path for path in files if path.suffix.lower() in ENDINGS and path.is_file()]
-    stems = [path.stem for path in paths]
+    stems = [nfc(path.stem) for path in paths]
     others = []
     for path in files:
-        if path.suffix == ".txt" and path.stem not in stems:
+        if path.suffix == ".txt" and nfc(path.stem) not in stems:
             raise grpo.BadInput(f"{path}: there is no picture beside it; {ENDINGS} are read")
         if path.is_dir():
             others.append(f"the folder {path.name}")
         elif path.suffix != ".txt" and path not in paths:
             others.append(path.suffix or path.name)
+    for name in map(os.path.abspath, paths):  # which prompts.txt, a text in UTF-8, will have
+        if re.search(r"[\n\r\ud800-\udfff]", name):
+            raise grpo.BadInput(f"{name!r}: rename it, as it is not in UTF-8 or has a line break")
     if len(paths) < 2:  # at least one is held out
         raise grpo.BadInput(f"{folder}: needs two pictures or more, and has {len(paths)}")
     if others:
@@ -46,10 +53,11 @@ def read_captions(pictures):
     """-> {picture: its caption}, which becomes one line, as a prompt is."""
     captions = {}
     wrong = []
+    texts = {nfc(path.stem): path for path in pictures[0].parent.glob("*.txt")}
     for picture in pictures:
-        path = picture.with_suffix(".txt")
-        if not path.is_file():
-            wrong.append(f"{path.name} is missing")
+        path = texts.get(nfc(picture.stem))
+        if not path:
+            wrong.append(f"{picture.stem}.txt is missing")
             continue
         captions[picture] = " ".join(grpo.attempt(path, path.read_text, "utf-8-sig").split())
         if not captions[picture]:
@@ -71,8 +79,8 @@ def restore_order(run, captions):
     before = {}
     for line in text.rstrip("\n").split("\n"):
         caption, _, picture = line.partition("\t")
-        before[Path(picture).name] = caption
-    now = {picture.name: picture for picture in captions}
+        before[nfc(Path(picture).name)] = caption
+    now = {nfc(picture.name): picture for picture in captions}
     changes = [f"{name} is new" for name in now if name not in before]
     changes += [f"{name} is missing" for name in before if name not in now]
     changes += [f"{name} has another caption" for name, picture in now.items()

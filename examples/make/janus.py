@@ -5,7 +5,7 @@
 
 It has Janus's real classes, with 0.4 million weights. A picture has 4 x 4 squares, and each of its
 16 codes is one of the eight COLORS of grpo.py. The policy is fitted until it half knows the words:
-a square has the prompt's colour with probability .35, or else any other. GRPO teaches it the rest.
+a square has the prompt's colour with probability .3, or else any other. GRPO teaches it the rest.
 """
 import json, sys
 from pathlib import Path
@@ -24,7 +24,7 @@ V = len(PALETTE)
 WIDTH = 64  # of the language model
 
 # The defaults of grpo.py when it trains this model.
-SETTINGS = dict(steps=40, group_size=8, micro_batch_size=64, lr=2e-3, width=32, height=32,
+SETTINGS = dict(steps=40, group_size=8, micro_batch_size=64, lr=1e-3, width=32, height=32,
                 guidance=1.5)
 
 def make_processor():
@@ -84,7 +84,7 @@ def set_painter(vq):
     decoder.conv_out.weight[:, :2 * V:2, 1, 1] = colors.T
     decoder.conv_out.bias.copy_(colors.sum(0) * torch.sigmoid(torch.tensor(-1.0)))
 
-def fit_policy(wrapper, steps, chance=0.35, lr=5e-3):
+def fit_policy(wrapper, steps, chance=0.3, lr=5e-3):
     """Fits the policy so that each code is right with this chance, and all others are equally
     likely. Some prompts are left empty, so that it can be guided."""
     model = wrapper.policy.model.eval()  # no activations are computed again: this is faster

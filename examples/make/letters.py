@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of grpo.py
 import grpo
 from examples.make import tiny
-from examples.rewards import compare, need
+from examples.rewards import match_letters, need
 
 # The codes. The first is for the draft only: prompts and codes share their embeddings, so a policy
 # that looks for an A would otherwise find it 245 times in the draft. The last code is a blank.
@@ -76,7 +76,7 @@ def read(image):
 
 def spelling(images, prompts, targets=None):
     """The reward: how closely what is read matches the prompt's last word, 0 to 1."""
-    return [compare(prompt.split()[-1], read(image)) for image, prompt in zip(images, prompts)]
+    return [match_letters(prompt.split()[-1], read(image)) for image, prompt in zip(images, prompts)]
 
 def main():
     folder = tiny.parse_folder(__doc__, "runs/letters")
