@@ -1,5 +1,5 @@
 """What all tests here share: no GPU, as they compare with tensors on the CPU; one thread, as others run beside them."""
-import os, runpy, sys
+import os, runpy, socket, sys
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -27,6 +27,19 @@ def run(monkeypatch, capsys, tmp_path):
         return code, *capsys.readouterr()
 
     return execute
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Skips without RapidOCR; no test that reads may need the network."""
+    for package in ("rapidocr", "onnxruntime"):
+        pytest.importorskip(package, reason="pip install rapidocr onnxruntime")
+    monkeypatch.setattr(socket.socket, "connect", None)
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+
+def table(page, head):
+    """Rows of the page's table with this head -> lists of cells, without backticks."""
+    lines = page[page.index(head):].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
 
 def perturb(lora):
     """Adapters that do something: B starts at 0."""

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 TOY = f"--wrapper {ROOT}/examples/toy.py:Toy --batch-size 2 --group-size 2 --lr 1e-3 "
 SERVER = multiprocessing.get_context("forkserver")  # imports all that is slow once, for all its children
-SERVER.set_forkserver_preload([__name__])
+SERVER.set_forkserver_preload(["diffusers", "transformers"])
 
 def child(folder, flags, before, env):
     """The life of a process: after `before`, grpo.main. What it prints goes to log."""
@@ -85,7 +85,7 @@ def fail(images, prompts, targets):
 def test_what_a_reward_imports_is_the_program_that_runs(tmp_path):
     """It was imported once more: its BadInput was another one, and showed a traceback."""
     (tmp_path / "p.txt").write_text("red\na fox\n")
-    (tmp_path / "mine.py").write_text("from grpo import find_color\ndef f(images, prompts, *_): find_color(prompts[-1])\n")
+    (tmp_path / "mine.py").write_text("import grpo\ndef f(images, prompts, *_): grpo.find_color(prompts[-1])\n")
     argv = [sys.executable, ROOT / "grpo.py", *"--reward mine.py:f --prompts p.txt".split()]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
@@ -115,7 +115,8 @@ def test_kill_nine_at_any_moment(tmp_path):
         share = 1 if number % 2 else rng.choice([0, 0.5])
         when = rng.randint(5, 10) if number else 2  # the second file is config.json
         before = functools.partial(kill_soon, when, share, rng.uniform(0, 0.01))
-        assert end(start(tmp_path, flags + "run --resume run", before)) == -signal.SIGKILL, (tmp_path / "log").read_text()
+        code = end(start(tmp_path, flags + "run --resume run", before))
+        assert code == -signal.SIGKILL, (tmp_path / "log").read_text()
     assert 9 < len(rows_of(tmp_path / "run")) < 60
     assert end(start(tmp_path, flags + "run --resume run")) == end(whole) == 0
     assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "run")
@@ -132,7 +133,8 @@ def test_bad_input_gets_one_line_and_exit_code_2(typed, command, monkeypatch, tm
     """No traceback, nothing written, no model loaded in vain, and the line says what is wrong. argparse puts its usage
     before the line."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    files = {"broken/grpo.json": "{", "strange/grpo.json": '{"stepz": 1}', "done/notes": "", "fox.txt": "a fox\n"}
+    files = {"broken/grpo.json": "{", "strange/grpo.json": '{"stepz": 1}', "done/notes": "",
+             "fox.txt": "a fox.txt\n"}
     for name, text in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)

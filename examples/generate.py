@@ -208,7 +208,7 @@ def prepare(args):
     if args.out.exists():
         raise grpo.BadInput(f"--out {args.out}: exists already; choose another folder")
     there = next(folder for folder in args.out.absolute().parents if folder.exists())
-    if not os.access(there, os.W_OK):
+    if not (there.is_dir() and os.access(there, os.W_OK)):
         raise grpo.BadInput(f"--out {args.out}: nothing can be written to {there}")
     if not 0 <= args.seed <= 2**40:
         raise grpo.BadInput(f"--seed: must be 0 to 2**40, and is {args.seed}")

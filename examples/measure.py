@@ -713,8 +713,7 @@ def main():
     try:
         args.run(args)
     except (grpo.BadInput, torch.OutOfMemoryError) as error:
-        message = " ".join(str(error).split())
-        parser.exit(2, f"{parser.prog}: error: {message}\n")
+        parser.exit(2, f"{parser.prog}: error: {' '.join(str(error).split())}\n")
 
 if __name__ == "__main__":
     main()
