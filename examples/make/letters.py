@@ -76,7 +76,8 @@ def read(image):
 
 def spelling(images, prompts, targets=None):
     """The reward: how closely what is read matches the prompt's last word, 0 to 1."""
-    return [match_letters(prompt.split()[-1], read(image)) for image, prompt in zip(images, prompts)]
+    words = [prompt.split()[-1] for prompt in prompts]
+    return [match_letters(word, read(image)) for word, image in zip(words, images)]
 
 def main():
     folder = tiny.parse_folder(__doc__, "runs/letters")
