@@ -40,9 +40,8 @@ def test_ids_positions_and_logits_are_those_of_transformers(tmp_path):
     prompts = make_prompts(tmp_path, (128, 64), (64, 160))
     chats = [[dict(role="user", content=[dict(type="image", image=Image.open(prompt.source)),
                                          dict(type="text", text=str(prompt))])] for prompt in prompts]
-    inputs = wrapper.pipe.processor.apply_chat_template(  # what the stock pipeline gives to `generate`
-        chats, tokenize=True, return_dict=True, return_tensors="pt",
-        processor_kwargs=dict(padding=True, target_h=HEIGHT, target_w=WIDTH))
+    inputs = wrapper.pipe.processor.apply_chat_template(chats, tokenize=True, return_dict=True, return_tensors="pt",
+        processor_kwargs=dict(padding=True, target_h=HEIGHT, target_w=WIDTH))  # what the stock pipeline generates from
     logits = wrapper.policy(**inputs).logits[..., :8]
     drawn = wrapper.policy.model._cached_decode_position_ids[..., :-1]  # without that of the end mark
     ids, mask, position_ids = wrapper.encode(prompts)
@@ -56,14 +55,13 @@ def test_ids_positions_and_logits_are_those_of_transformers(tmp_path):
 def test_picture_is_the_stock_pipelines(tmp_path):
     """A painter that is shown another source, other codes of it or another size would paint another picture."""
     wrapper = make_wrapper()
-    policy = wrapper.policy.model
     prompts = make_prompts(tmp_path, (128, 64), (64, 128))
     stock = dict(prompt=[str(prompts[0])], image=[[Image.open(prompts[0].source)]], height=HEIGHT, width=WIDTH)
     with pytest.raises(RuntimeError, match="channels"):  # the page says so; when it is mended, the page must change
         wrapper.pipe.generate_prior_tokens(**stock)
-    with mock.patch.object(wrapper.policy, "get_image_tokens", lambda features, grids: policy.get_image_tokens(
-            features.unflatten(0, (len(grids), -1)))):
-        drawn, codes, grids = wrapper.pipe.generate_prior_tokens(**stock)
+    wrapper.policy.get_image_tokens = lambda features, grids: wrapper.policy.model.get_image_tokens(
+        features.unflatten(0, (len(grids), -1)))
+    drawn, codes, grids = wrapper.pipe.generate_prior_tokens(**stock)
     wanted, = wrapper.pipe(
         **stock, prior_token_ids=drawn, prior_token_image_ids=codes, source_image_grid_thw=grids,
         num_inference_steps=2, guidance_scale=1.5, generator=[torch.Generator().manual_seed(~5)]).images
@@ -89,13 +87,13 @@ def test_tower_and_wrapper_leave(tmp_path):
     assert alive() is None
 
 @pytest.mark.parametrize("size, rows, columns", [
-    ((86, 150), 5, 3), ((101, 33), 1, 3), ((256, 128), 3, 6), ((32, 32), 2, 2)])
+    ((86, 150), 5, 3), ((155, 50), 2, 5), ((320, 128), 2, 5), ((32, 32), 2, 2)])
 def test_sources_of_any_size(tmp_path, size, rows, columns):
     """A phone's photo lies on its side, and has any size. Policy, DiT and reward must see one picture, whole and
     upright, and of a size within the image processor's limits. A reward's processes get copies of a prompt."""
     wrapper = make_wrapper()
     torch.nn.init.zeros_(wrapper.policy.model.visual.embeddings.position_embedding.weight)
-    wrapper.pipe.processor.image_processor.size = dict(shortest_edge=50**2, longest_edge=150**2)
+    wrapper.pipe.processor.image_processor.size = dict(shortest_edge=50**2, longest_edge=160**2)
     codes = torch.arange(rows * columns).view(rows, columns) * 3 % 8
     turned = Image.Exif()
     turned[0x0112] = 6  # a quarter of a turn
@@ -105,9 +103,8 @@ def test_sources_of_any_size(tmp_path, size, rows, columns):
     prompts, sources = EditWrapper.load_prompts(tmp_path / "edits.txt")
     for prompt in (prompts[0], pickle.loads(pickle.dumps(prompts[0]))):
         assert wrapper.load_source(prompt.source)[1].equal(codes) and prompt == "paint it"
-    painter = wrapper.pipe.image_processor
-    with mock.patch.object(painter, "preprocess", wraps=painter.preprocess) as shown:
-        wrapper.decode(prompts, torch.zeros(1, 15).long(), [0])
+    wrapper.pipe.image_processor.preprocess = shown = mock.Mock(wraps=wrapper.pipe.image_processor.preprocess)
+    wrapper.decode(prompts, torch.zeros(1, 15).long(), [0])
     image = shown.call_args.args[0]
     assert image.size == (32 * columns, 32 * rows)
     assert grpo.compute_rewards([image], prompts, sources, {"mse": (grpo.reward_mse, 1)})[0] == 0
@@ -135,8 +132,7 @@ def test_squares(tmp_path, run, monkeypatch):
     want = squares.paint(torch.tensor([[6, 3, 6], [3, 3, 3], [7, 7, 6]]))
     assert squares.right([image, want], ["paint the red squares white"] * 2, [image] * 2) == pytest.approx([6 / 9, 1])
     Path("prompts.txt").write_text("\n".join(Path("prompts.txt").read_text().split("\n")[:16]))
-    fit = tiny.fit_policy
-    monkeypatch.setattr(tiny, "fit_policy", lambda *args: fit(*args[:3], args[3] // 10, args[4]))  # fewer steps
+    monkeypatch.setattr(tiny, "fit_policy", lambda *args, fit=tiny.fit_policy: fit(*args[:3], args[3] // 10, args[4]))
     squares.make_model(tmp_path)
     assert run("edit", "--model . --steps 20 --group-size 4 --lr 2e-3 --save-every 20 --out run")[0] == 0
     rewards = [json.loads(line)["reward"] for line in Path("run/metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Tests of examples/make/letters.py: a model learns to spell by what RapidOCR reads, and by nothing else. No network."""
+"""Tests of examples/make/letters.py: a model learns to spell by what RapidOCR reads, and by nothing else."""
 import string
 from pathlib import Path
 

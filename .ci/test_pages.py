@@ -1,9 +1,8 @@
 """Tests of README.md, docs and examples/patches: links, flags, commands and numbers are those of the code, and every
-patch applies, trains, and does what it says. Blocks of Python on the pages are run by pytest-markdown-docs: see .ci/run.
-Patches of advantages, loss and learning rate are compared with TRL in test_peers.py.
-"""
-import copy, dataclasses, itertools, json, math, os, re, shlex, shutil, subprocess, sys, types
+patch applies and does what it says (test_peers.py trains most of them). pytest-markdown-docs runs the pages' Python."""
+import copy, dataclasses, itertools, json, os, re, shlex, shutil, subprocess, sys, types
 from pathlib import Path
+from unittest import mock
 
 import pytest, torch
 from PIL import Image
@@ -36,11 +35,6 @@ def test_the_readme_is_short():
     for block in re.findall(r"^```(?:bash|python)\b.*?\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
         assert max(map(len, block.splitlines())) <= 95, block
 
-def anchors_of(page):
-    """What GitHub makes of the headings of a page."""
-    headings = re.findall(r"^#+ (.*)", BLOCK.sub("", page), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
 @pytest.mark.parametrize("name", PAGES)
 def test_links_hold(name):
     """A renamed heading, a page that has moved and a picture that is not there make dead links, without a word."""
@@ -48,7 +42,9 @@ def test_links_hold(name):
         file, _, anchor = target.partition("#")
         linked = (ROOT / name).parent / file if file else ROOT / name
         assert linked.exists(), target
-        assert not anchor or anchor in anchors_of(linked.read_text()), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", BLOCK.sub("", linked.read_text()), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings], target
 
 def test_all_flags_are_told_with_their_defaults():
     """A default that was changed in grpo.py alone would mislead; so would a flag that is gone."""
@@ -67,9 +63,7 @@ def test_the_settings_of_the_tiny_model():
     sentence = re.search(r"the one for the tiny GLM-Image sets (.*?)\. ", flat(README))[1]
     told = {name.replace("-", "_"): float(value) for name, value in re.findall(r"--([a-z-]+) (\S+?)`", sentence)}
     assert told == json.loads(Path(grpo.TINY_MODEL, "grpo.json").read_text())
-    pipe = grpo.GLMImageWrapper.from_pretrained(grpo.TINY_MODEL, grpo.Config()).pipe
-    modules = torch.nn.ModuleList(part for part in pipe.components.values() if isinstance(part, torch.nn.Module))
-    weights = sum(weight.numel() for weight in modules.parameters())
+    weights = sum(path.stat().st_size / 4 for path in Path(grpo.TINY_MODEL).rglob("*.safetensors"))  # in fp32
     assert f"{weights / 1e6:.1f} million weights instead of 16 billion" in flat(README)
 
 @pytest.mark.parametrize("name", PAGES)
@@ -79,7 +73,7 @@ def test_commands_are_understood(name, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another page
     for linked in ("examples", "prompts.txt"):
         Path(linked).symlink_to(ROOT / linked)
-    Path("mine.py").write_text("bright = good = max\n")
+    Path("mine.py").write_text("bright = good = red_only = max\n")
     for line in commands(PAGES[name]):
         found = re.search(r"(?:python|torchrun .*?) (grpo\.py|-m examples\.([\w.]+))(?: (.*))?$", line.split("  #")[0])
         if found:
@@ -100,16 +94,11 @@ def first(tmp_path_factory):
     """The README's first command -> its folder, and what it printed. .ci/run has started it in FIRST_RUN."""
     assert "\npip install -r requirements.txt && python grpo.py --group-size 4\n" in README
     folder = Path(os.environ.get("FIRST_RUN") or tmp_path_factory.mktemp("first"))
-    if "FIRST_RUN" not in os.environ:
+    if not (folder / "printed").exists():
         argv = [sys.executable, ROOT / "grpo.py", *"--group-size 4 --out runs/seed0".split()]
         with open(folder / "printed", "w") as printed:
             subprocess.run(argv, cwd=folder, check=True, stdout=printed)
     return folder / "runs/seed0", (folder / "printed").read_text()
-
-def read_pairs(line):
-    """A line of the log -> {column: number}."""
-    words = line.removesuffix("...").split()
-    return {column: float(number) for column, number in zip(words[::2], words[1::2])}
 
 # Tolerances: step 1 of another processor differs by the tokens that rounding changes, a few of 512. In step 20 the runs
 # are as far apart as two seeds are; a single rare token can make the kl of a step jump to 1.
@@ -126,14 +115,14 @@ def test_the_columns_of_the_log(first):
     lines = [line for line in printed.splitlines() if line.startswith("step")]
     rows = table(README, "| column | step 1 |")
     for i, shown, line in ((0, first_shown, lines[0]), (1, last_shown, lines[-1])):
-        numbers = read_pairs(line)
-        assert ["step", *(row[0] for row in rows)] == [*numbers]
+        numbers, in_text = (dict(re.findall(r"(\w+) +(\S+)", each)) for each in (line, shown))
+        in_table = {row[0]: row[i + 1].removeprefix("about ") for row in rows}
+        assert ["step", *in_table] == [*numbers]
         assert shown.index(" kl ") == line.index(" kl ")  # the columns are as wide
-        assert numbers["sampler_gap"] < 1e-6  # as settings.md says
-        in_table = [(row[0], float(row[i + 1].removeprefix("about "))) for row in rows]
-        for column, told in [*in_table, *read_pairs(shown).items()]:
+        assert float(numbers["sampler_gap"]) < 1e-6  # as settings.md says
+        for column, told in [*in_table.items(), *in_text.items()]:
             if column in TOLERANCES:
-                assert told == pytest.approx(numbers[column], abs=TOLERANCES[column][i]), column
+                assert float(told) == pytest.approx(float(numbers[column]), abs=TOLERANCES[column][i]), column
     told = {row[0].replace("<name>", "color") for row in table(SETTINGS, "| metric |")}
     assert told == json.loads((out / "metrics.jsonl").read_text().splitlines()[0]).keys()
 
@@ -159,14 +148,12 @@ TOGETHER = {f"all but {' '.join(out)}": [name for name in NAMES if name not in o
 
 @pytest.fixture
 def apply(tmp_path):
-    """apply("gspo", "entropy"): `git apply` of each, in a folder with grpo.py alone -> the code there, or None."""
+    """apply("gspo", "entropy"): `git apply` of both, in a folder with grpo.py alone -> the code there, or None."""
     def run(*names):
         shutil.copy(ROOT / "grpo.py", tmp_path)
-        for name in names:
-            patch = ROOT / f"examples/patches/{name}.patch"
-            if subprocess.run(["git", "apply", patch], cwd=tmp_path, capture_output=True).returncode:
-                return None
-        return (tmp_path / "grpo.py").read_text()
+        patches = [ROOT / f"examples/patches/{name}.patch" for name in names]
+        done = subprocess.run(["git", "apply", *patches], cwd=tmp_path, capture_output=True)
+        return None if done.returncode else (tmp_path / "grpo.py").read_text()
 
     return run
 
@@ -194,7 +181,7 @@ def make_trainer(module, rewards=None, **settings):
 def test_each_patch_is_on_the_page_and_says_what_it_is():
     """A patch that no page names would not be found, and one that is named would be missed."""
     assert sorted(row[0] for row in table(CHANGES, "| patch |")) == NAMES
-    assert len(NAMES) == 13 and all("Thirteen changes of the algorithm" in flat(page) for page in (README, CHANGES))
+    assert len(NAMES) == 13 and "Thirteen changes of the algorithm" in flat(README) and "Thirteen changes" in CHANGES
     for name in NAMES:
         comment = (ROOT / f"examples/patches/{name}.patch").read_text().split("--- a/grpo.py")[0]
         assert len(comment) > 20 and comment.count("\n") <= 6, name
@@ -206,14 +193,6 @@ def test_patches_combine_as_the_page_says(apply):
     for names in TOGETHER.values():
         assert apply(*names) == apply(*reversed(names)) is not None, names
 
-@pytest.mark.parametrize("name", [*NAMES, *TOGETHER])
-def test_each_patch_trains(apply, tmp_path, name):
-    """Alone and together, with a gradient that moves finite weights."""
-    trainer = make_trainer(load(apply(*TOGETHER.get(name, [name]))), num_iterations=2, out=tmp_path / "run")
-    trainer.train()
-    assert 0 < trainer.history[0]["grad_norm"] < math.inf
-    assert all(weight.isfinite().all() for weight in trainer.lora.weights.values())
-
 @pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
 def test_the_tests_of_the_page_pass_with_all_patches(apply, tmp_path, names):
     """`-m "not algorithm"` failed with GSPO, Dr. GRPO and the entropy bonus, where nothing was wrong."""
@@ -221,20 +200,20 @@ def test_the_tests_of_the_page_pass_with_all_patches(apply, tmp_path, names):
     shutil.copy(ROOT / "test_grpo.py", tmp_path)
     for name in ("examples", "prompts.txt", "README.md", "requirements.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
-    maths = "advantage or broadcast or clip or equal or gradient or k3 or metrics or ratio or reference or update or whole"
-    done = subprocess.run([sys.executable, *"-m pytest -q -p no:cacheprovider test_grpo.py -m".split(), "not algorithm",
-                           "-k", maths], cwd=tmp_path, capture_output=True, text=True)
+    maths = "advantages or clip or equal or gradient or k3 or metrics or ratio or reference or update or whole"
+    argv = [*"-m pytest -q -p no:cacheprovider test_grpo.py -m".split(), "not algorithm", "-k", maths]
+    done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 def test_frac_zero_std(apply, tmp_path):
     """One of two groups has equal rewards."""
-    half = {"half": (lambda images, *_: [1.0] * 4 + list(range(len(images) - 4)), 1.0)}
+    half = {"half": (lambda *_: [1, 1, 1, 1, 0, 1, 2, 3], 1.0)}
     trainer = make_trainer(load(apply("frac_zero_std")), half, out=tmp_path / "run")
     trainer.train()
     assert trainer.history[0]["frac_zero_std"] == 0.5
 
 def test_entropy(apply, tmp_path):
-    """Where all rewards are equal, the bonus alone moves the policy, towards more entropy; the loss does not show it."""
+    """Where rewards are equal, the bonus alone moves the policy, towards more entropy; the loss does not show it."""
     trainer = make_trainer(load(apply("entropy")), kl_coef=0, out=tmp_path / "run")
     rollout = trainer.wrapper.sample(trainer.prompts[:2], 4, [1, 2])
     rows = [trainer.train_step(rollout, torch.zeros(8)) for _ in range(3)]
@@ -242,40 +221,32 @@ def test_entropy(apply, tmp_path):
     assert rows[0]["loss"] == 0
 
 def test_dynamic_sampling_replaces_equal_groups(apply, tmp_path):
-    """Only equal groups are replaced, whole and in their place, until they differ or as many are drawn as a step has."""
+    """Only equal groups are replaced, whole and in their place, until they differ or a step's number is drawn."""
     changed = load(apply("dynamic_sampling"))
-    calls, drawn, seen = [], [], []
-
-    def rarely(images, prompts, targets):
-        """Of the four groups the second and the fourth are equal. The first and the third that are drawn are, too."""
-        calls.append(prompts)
-        assert targets == [None] * len(images) == [None] * len(prompts)
-        if len(calls) == 1:
-            return [0, 1, 2, 3, 7, 7, 7, 7, 4, 5, 6, 7, 7, 7, 7, 7]
-        return [7] * 4 if len(calls) in (2, 4) else [len(calls)] * 3 + [9]
-
-    trainer = make_trainer(changed, {"rarely": (rarely, 1.0)}, batch_size=4, out=tmp_path / "run")
+    equal = [7, 7, 7, 7]
+    answers = [[0, 1, 2, 3, *equal, 4, 5, 6, 7, *equal], equal, [3, 3, 3, 9], equal, [5, 5, 5, 9]]
+    rewards = mock.Mock(side_effect=answers)  # of a step, and of the 2nd, the 4th, the 2nd and the 2nd group again
+    trainer = make_trainer(changed, {"rarely": (rewards, 1.0)}, batch_size=4, out=tmp_path / "run")
     sample = trainer.wrapper.sample
+    drawn = []
     trainer.wrapper.sample = lambda *args: drawn.append(sample(*args)) or copy.deepcopy(drawn[-1])
-    trainer.train_step = lambda *args: seen.append(args) or {}
+    trainer.train_step = mock.Mock(return_value={})
     trainer.train()
-    assert [len(prompts) for prompts in calls] == [16, 4, 4, 4, 4]  # the 2nd, the 4th, and the 2nd again, twice
+    assert rewards.call_count == len(answers)
+    for call, scores in zip(rewards.call_args_list, answers):
+        assert [len(argument) for argument in call.args] == [len(scores)] * 3
     _, whole, *others = drawn[:-1]  # without the saved pictures, before and after
-    (rollout, advantages), = seen
+    rollout, advantages = trainer.train_step.call_args.args
     for i, (source, start) in enumerate([(whole, 0), (others[3], 0), (whole, 8), (others[1], 0)]):
         ours, theirs = rollout.part(slice(4 * i, 4 * i + 4)), source.part(slice(start, start + 4))
-        for a, b in zip(ours, theirs):
-            assert torch.equal(a, b) if torch.is_tensor(a) else a == b
+        assert ours.prompts == theirs.prompts
+        assert all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True))
     by_hand = changed.compute_advantages([0, 1, 2, 3, 5, 5, 5, 9, 4, 5, 6, 7, 3, 3, 3, 9], 4)
     assert torch.equal(advantages, by_hand)
     assert len({tuple(row.tolist()) for row in rollout.tokens}) > 12  # the groups are not one group, again and again
 
 class Recorder(TorchDispatchMode):
-    """Notes each operation with its tensors. As nothing runs while a GPU records, what is written is undone."""
-    def __init__(self):
-        super().__init__()
-        self.calls, self.written = [], []
-
+    """Notes each operation with its tensors, and what a tensor was before it is written to."""
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function is not torch.ops.aten._local_scalar_dense.default  # `.item()` would wait for the GPU
         if function._schema.is_mutable:
@@ -287,10 +258,10 @@ class Recorder(TorchDispatchMode):
 def make_graphed(function, inputs, num_warmup_iters):
     """`torch.cuda.make_graphed_callables` on a CPU: it repeats what was noted, on the tensors of that time."""
     assert num_warmup_iters == 0  # a pass more would write into the cache
-    recorder = Recorder()
-    with recorder:
+    with Recorder() as recorder:
+        recorder.calls, recorder.written = [], []
         output = function(*inputs)
-    for tensor, before in reversed(recorder.written):
+    for tensor, before in reversed(recorder.written):  # nothing runs while a GPU records
         tensor.copy_(before)
 
     def replay(*values):
@@ -300,8 +271,7 @@ def make_graphed(function, inputs, num_warmup_iters):
             again = operation(*args, **kwargs)
             if not operation.is_view and not operation._schema.is_mutable:
                 for tensor, value in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                    if isinstance(tensor, torch.Tensor):
-                        tensor.copy_(value)
+                    tensor.copy_(value)
         return output
 
     return replay
