@@ -271,6 +271,7 @@ def test_k3_by_hand_and_at_the_extremes(delta, kl):
     _, free = grpo.compute_grpo_loss(new, new, torch.ones(1), 0.2, ref, kl_coef=0)
     assert free == metrics | dict(loss=-1)
 
+@algorithm
 def test_advantages_are_one_for_each_sample():
     """As [N, T] the gradient was once 1e-9, and the loss looked fine. Log-probs may be [N], too."""
     new, old, advantages = torch.randn(3, 4)

@@ -76,7 +76,7 @@ def test_old_pages_and_wrong_answers(ask, monkeypatch):
     """A key in an older page cut newer answers down; what no page sends ended training, kept it waiting, or stayed."""
     monkeypatch.setattr(choose.Handler, "timeout", choose.Handler.timeout / 50)
     def send(state):
-        assert Image.open(io.BytesIO(fetch(find_address() + state["picked"][0]))).tobytes() == FOUR[3].tobytes()
+        assert Image.open(io.BytesIO(fetch(find_address() + state["picked"][0]))).tobytes() == FOUR[2].tobytes()
         url = find_address() + "state.json"
         keys = [dict(version=state["version"], key=key, in_order=False) for key in ("9", "x", None, ["1"])]
         requests = [web.Request(url, json.dumps(answer).encode()) for answer in (*keys, 5, [], {})]
@@ -84,7 +84,7 @@ def test_old_pages_and_wrong_answers(ask, monkeypatch):
             with pytest.raises(error.HTTPError, match="400"):
                 fetch(request)
         assert all(press(key, age=1)(state) == state for key in ("1", "Backspace", "0"))
-    assert ask(FOUR[:3] + FOUR[1:], "pppqqq", press("2"), press("3", in_order=True), send, press("1")) == [0, 1, 0, .5, 0, 1]
+    assert ask(FOUR[:3] * 2, "pppqqq", press("2"), press("3", in_order=True), send, press("1")) == [0, 1, 0, 0.5, 0, 1]
 
 def test_refused(ask):
     """Another user, or another site's page, could choose, or read files, if the secret were not needed everywhere."""
