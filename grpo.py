@@ -37,7 +37,7 @@ class BadInput(ValueError):
     """Something that the user gave is wrong. `main` prints the message on one line."""
 
 def attempt(what, function, *args, **kwargs):
-    """Calls a function whose only cause of failure is bad input; `what` names that input."""
+    """Calls a function that fails because of what the user gave, or where; `what` names it."""
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -54,7 +54,7 @@ def flag(default, text):
 class Config:
     # What is trained, and on what
     model: str = flag(TINY_MODEL, "hub id or folder; GLM-Image itself is zai-org/GLM-Image")
-    wrapper: str | None = flag(None, "file.py:Class for another kind of model than GLM-Image")
+    wrapper: str | None = flag(None, "file.py:Class for a model other than GLM-Image")
     adapter: str | None = flag(None, "folder of LoRA weights to begin with")
     prompts: str | None = flag(None, "text file with a prompt on each line; default: prompts.txt")
     reward: str = flag("color", "color, mse or file.py:function; a weighted sum: color,my.py:f=.2")
@@ -102,7 +102,7 @@ def sample_codes(logprobs, uniform):
     A sample with random numbers of its own does not depend on what else is in the batch."""
     cdf = logprobs.double().exp().cumsum(1)
     point = uniform * cdf[:, -1:]  # the last value is 1 only up to rounding
-    # right=True finds the first code whose cdf is above the point. Its chance is not 0.
+    # right=True finds the first code whose cdf is above the point. Its probability is not 0.
     return torch.searchsorted(cdf, point, right=True)
 
 def compute_advantages(rewards, group_size):
@@ -340,7 +340,7 @@ class GRPOTrainer:
                 raise BadInput(f"--resume {path}: {len(self.history)} steps of {state['trainer']}")
             self.lora.load(state["adapter"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.optimizer.param_groups[0]["lr"] = config.lr  # it may be typed anew
+            self.optimizer.param_groups[0]["lr"] = config.lr  # it may be typed again
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             lines = [f"{prompt}\t{os.path.abspath(target)}\n" if target else f"{prompt}\n"
@@ -632,7 +632,7 @@ class GLMImageWrapper(TwoHalves):
 # --- What the user brings: prompts, rewards, wrappers --------------------------
 def load_prompts(path):
     """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, paths of targets or None.
-    Lines end at \\n, \\r\\n or \\r only; `str.splitlines` would also cut inside of a prompt."""
+    Lines end at \\n, \\r\\n or \\r only; `str.splitlines` would also cut inside a prompt."""
     path = Path(path or Path(__file__).with_name("prompts.txt"))
     prompts = []
     targets = []  # paths: pictures would fill the memory
@@ -683,7 +683,7 @@ def load_rewards(text):
     return rewards
 
 def try_rewards(rewards, prompts, targets, config):
-    """Finds mistakes before a model is loaded: calls the rewards for gray images of 8 prompts."""
+    """Finds most mistakes before a model is loaded: rewards get gray images of 8 prompts."""
     rows = [row for row in zip(prompts[:8], targets) for _ in range(config.group_size)]
     grays = [Image.new("RGB", (config.width, config.height), (i % 256,) * 3)
              for i in range(len(rows))]
@@ -698,7 +698,7 @@ def parse_args(argv=None, **defaults):
     parser.set_defaults(**defaults)
     typed = parser.parse_args(argv)
     path = Path(typed.resume or "", "config.json")
-    same = typed.out == typed.resume  # a command that a job can repeat: it begins or goes on
+    same = Path(typed.out or "") == path.parent  # a job can repeat this: it begins or goes on
     saved = {}
     if typed.resume and (not same or path.exists()):
         saved = json.loads(attempt("--resume", path.read_bytes))

@@ -120,7 +120,7 @@ def test_kill_nine_at_any_moment(tmp_path):
         code = end(start(tmp_path, flags + "run --resume run", before))
         assert code == -signal.SIGKILL, (tmp_path / "log").read_text()
     assert 9 < len(rows_of(tmp_path / "run")) < 60
-    assert end(start(tmp_path, flags + "run --resume run")) == end(whole) == 0
+    assert end(start(tmp_path, flags + "run/ --resume run")) == end(whole) == 0
     assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "run")
     whole, run = (adapter_of(tmp_path / name) for name in ("whole", "run"))
     assert all(torch.equal(weight, run[name]) for name, weight in whole.items())

@@ -181,7 +181,7 @@ def make_trainer(module, rewards=None, **settings):
 def test_each_patch_is_on_the_page_and_says_what_it_is():
     """A patch that no page names would not be found, and one that is named would be missed."""
     assert sorted(row[0] for row in table(CHANGES, "| patch |")) == NAMES
-    assert len(NAMES) == 13 and "Thirteen changes of the algorithm" in flat(README) and "Thirteen changes" in CHANGES
+    assert len(NAMES) == 13 and "Thirteen changes to the algorithm" in flat(README) and "Thirteen changes" in CHANGES
     for name in NAMES:
         comment = (ROOT / f"examples/patches/{name}.patch").read_text().split("--- a/grpo.py")[0]
         assert len(comment) > 20 and comment.count("\n") <= 6, name
