@@ -8,7 +8,7 @@ They stand in the order of grpo.py. While you change something, run what looks a
     sampling, painting  pytest -q -k "position or sampl or chance or paint or halves or shipped"
     the command line    pytest -q -k "command or config or wrapper" test_grpo.py .ci/test_command.py
 """
-import copy, json, math, os, re, runpy, subprocess, sys, warnings
+import json, math, os, re, runpy, subprocess, sys, warnings
 from pathlib import Path
 from unittest import mock
 
