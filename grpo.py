@@ -713,7 +713,7 @@ def parse_args(argv=None, **defaults):
     if repeats or (typed.resume and not same and (typed.out or typed.adapter)):
         raise BadInput("--resume: a run keeps its --out, --adapter and --batch_size")
     # Paths are saved with the run, which may be resumed in another directory.
-    for name in "model adapter wrapper out resume".split():
+    for name in "model adapter wrapper prompts out resume".split():
         path = getattr(config, name)
         if path and (name == "out" or os.path.exists(path.rpartition(":")[0] or path)):
             setattr(config, name, os.path.abspath(path))

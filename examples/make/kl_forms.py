@@ -7,7 +7,7 @@ The tiny GLM-Image is rewarded for sharpness, which it can raise by forgetting t
 prompts name. Every few steps it draws held-out prompts. The table has what they show where their KL
 to the base model passes --kl, by interpolation.
 """
-import argparse, itertools, runpy, shutil, statistics, subprocess, sys, tempfile, time
+import argparse, itertools, runpy, shutil, subprocess, sys, tempfile, time
 from pathlib import Path
 from unittest import mock
 
@@ -96,12 +96,14 @@ def main():
         results[form].append(measure(form, seed, args))
         print(f"seed {seed}  {form:12}", *[f"{value:.4f}" for value in results[form][-1]],
               f"in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    print(f"| KL, at {args.kl} |", " | ".join(MEASURES), "|\n" + "|---" * (len(MEASURES) + 1) + "|")
-    for form, rows in results.items():
-        columns = list(zip(*rows))
-        spreads = [statistics.stdev(column) if len(rows) > 1 else 0 for column in columns]
-        print("|", form, *[f"| {statistics.mean(column):.4f} ± {spread:.4f}"
-                           for column, spread in zip(columns, spreads)], "|")
+    values = np.array([*results.values()])  # [form, seed, measure]
+    values = values[:, np.isfinite(values).all((0, 2))]  # only seeds where all forms got so far
+    print(f"{values.shape[1]} of {len(args.seeds)} seeds passed a KL of {args.kl} with each form\n")
+    print("| KL |", " | ".join(MEASURES), "|\n" + "|---" * (len(MEASURES) + 1) + "|")
+    for form, rows in zip(FORMS, values):
+        spreads = rows.std(0, ddof=1)
+        cells = [f"| {mean:.4f} ± {std:.4f}" for mean, std in zip(rows.mean(0), spreads)]
+        print("|", form, *cells, "|")
 
 if __name__ == "__main__":
     main()
