@@ -55,10 +55,9 @@ def adapter_of(run):
     return torch.load(Path(run, "checkpoint.pt"), weights_only=True)["adapter"]
 
 def test_two_processes_do_what_one_does(tmp_path, command):
-    """Three steps in one process = two steps in two and, resumed, one in one; and metrics are of both. The model is the
-    tiny GLM-Image."""
-    flags = "--width 64 --height 64 --batch-size 2 --group-size 2 --lr 5e-4 "
-    flags += "--num-iterations 2 --kl-coef .1 --max-grad-norm 1e-3 --save-every 1 "
+    """Three steps in one process = two steps in two and, resumed, one in one; and metrics are of both. test_janus.py does
+    the like with a transformer."""
+    flags = TOY + "--num-iterations 2 --kl-coef .1 --max-grad-norm 1e-3 --save-every 1 "
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node 2 {ROOT}/grpo.py {flags} --out two --steps 2"
     done = subprocess.run([sys.executable, *torchrun.split()], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
