@@ -21,7 +21,7 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
 import collections, dataclasses, importlib, io, json, math, os, re, sys, time, typing
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin stall on a busy CPU
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # threads that spin on stall on a busy CPU
 from pathlib import Path
 import diffusers, safetensors.torch, torch, transformers
 import numpy as np

@@ -1201,15 +1201,15 @@ def test_rewards_are_tried_with_pictures_that_differ():
     grpo.try_rewards({"f": (f, 1.0)}, ["red"] * 9, [None] * 9, make_config())
 
 # --- The command line: more of it, in processes, is in .ci/test_command.py ------------------------
-def test_threads_are_told_not_to_spin_before_torch_is_imported(tmp_path):
+def test_threads_are_told_not_to_spin_on_before_torch_is_imported(tmp_path):
     """On a busy machine the quick start took ten times as long; a user's own word stands."""
-    (tmp_path / "torch.py").write_text("import os, sys\nsys.exit(os.environ['OMP_WAIT_POLICY'])\n")
-    bare = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    for own, policy in (({}, "passive"), (dict(OMP_WAIT_POLICY="active"), "active")):
+    (tmp_path / "torch.py").write_text("import os, sys\nsys.exit(os.environ['GOMP_SPINCOUNT'])\n")
+    bare = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    for own, count in (({}, "10000"), (dict(GOMP_SPINCOUNT="7"), "7")):
         env = bare | own | dict(PYTHONPATH=str(tmp_path))
         argv = [sys.executable, HERE / "grpo.py"]
         done = subprocess.run(argv, env=env, capture_output=True, text=True)
-        assert done.stderr == f"{policy}\n"
+        assert done.stderr == f"{count}\n"
 
 def test_the_command_trains_the_tiny_model_whatever_card_is_there(monkeypatch):
     """On a large card it downloaded 35 GB; and LOCAL_RANK, not RANK, is the GPU."""
