@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 import grpo
 from conftest import ROOT, table
-from examples import rewards as gallery
+from examples import edit, rewards as gallery
 
 PAGE = (ROOT / "docs/rewards.md").read_text()
 PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
@@ -152,7 +152,8 @@ def test_compare_by_hand(model):
     model.answer = lambda text, greens: f"Picture {1 + greens.index(max(greens))}."
     assert gallery.compare(paint(10, 30, 20, 200, 220, 220), "aaabbb") == [0, 1, 0.5, 0, 0.75, 0.75]
     assert len(model.asked) == 3 * 2 + 2  # equal pictures tie, and an equal question is asked once
-    assert gallery.compare(paint(1, 2), "ab") == [0.5, 0.5] and len(model.asked) == 8
+    for two_prompts in ("ab", [edit.Edit("a", "x.png"), edit.Edit("a", "y.png")]):
+        assert gallery.compare(paint(1, 2), two_prompts) == [0.5, 0.5] and len(model.asked) == 8
     model.answer = lambda text, greens: "1"  # it prefers what it sees first
     assert gallery.compare(paint(10, 30, 20), "aaa") == [0.5] * 3
     model.answer = lambda text, greens: dict(a="1 and 2", b="about 12", c=None)[text.split(": ")[1][0]]
