@@ -72,7 +72,7 @@ def test_commands_are_understood(name, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another page
     for linked in ("examples", "prompts.txt"):
         Path(linked).symlink_to(ROOT / linked)
-    Path("mine.py").write_text("bright = good = red_only = max\n")
+    Path("mine.py").write_text("bright = good = max\n")
     for line in commands(PAGES[name]):
         found = re.search(r"(?:python|torchrun .*?) (grpo\.py|-m examples\.([\w.]+))(?: (.*))?$", line.split("  #")[0])
         if found:
