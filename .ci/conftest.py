@@ -1,5 +1,5 @@
 """What all tests here share: no GPU, as they compare with tensors on the CPU; one thread, as others run beside them."""
-import os, runpy, socket, sys
+import json, os, re, runpy, socket, sys
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -7,13 +7,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import pytest, torch
+
+import grpo
 torch.set_num_threads(1)
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """run(program, flags): one of examples/, in this process, where all is imported, and in a folder of its own
-    -> exit code, stdout, stderr."""
+    """run(program, flags): grpo.py or one of examples/, in this process, where all is imported, and in a folder of its
+    own -> exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a file of rewards adds its folder
 
     def execute(name, typed=""):
         path = ROOT / "examples" / f"{name.replace('.', '/')}.py"
@@ -21,10 +24,29 @@ def run(monkeypatch, capsys, tmp_path):
         code = 0
         capsys.readouterr()
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            grpo.main() if name == "grpo" else runpy.run_path(str(path), run_name="__main__")
         except SystemExit as stop:
             code = stop.code or 0
         return code, *capsys.readouterr()
+
+    return execute
+
+@pytest.fixture
+def refuse(run, monkeypatch):
+    """refuse(program, flags) -> the one line that it says, which names it. No model is loaded in vain, no file written.
+    argparse puts its usage before the line."""
+    def execute(name, typed=""):
+        def read_all():
+            return {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
+
+        before = read_all()
+        with monkeypatch.context() as patch:
+            if "--model" not in typed:
+                patch.setattr(grpo.GLMImageWrapper, "from_pretrained", None)
+            code, _, error = run(name, typed)
+        assert code == 2 and re.fullmatch(rf"(usage: .*\n)?{name}\.py: error: .+\n", error), error
+        assert read_all() == before
+        return error
 
     return execute
 
@@ -40,6 +62,18 @@ def table(page, head):
     """Rows of the page's table with this head -> lists of cells, without backticks."""
     lines = page[page.index(head):].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+
+def read_rows(run):
+    """metrics.jsonl."""
+    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+
+def first_and_last(run):
+    """Mean rewards of the first and of the last five steps."""
+    rewards = [row["reward"] for row in read_rows(run)]
+    return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+
+def read_adapter(run):
+    return torch.load(Path(run, "checkpoint.pt"), weights_only=True)["adapter"]
 
 def perturb(lora):
     """Adapters that do something: B starts at 0."""

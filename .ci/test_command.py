@@ -1,12 +1,12 @@
 """Tests of the command line of grpo.py: several processes, kills, bad input. No network, no GPU."""
-import functools, itertools, json, multiprocessing, os, random, re, signal, socket, subprocess, sys, threading
+import functools, itertools, multiprocessing, os, random, re, signal, socket, subprocess, sys, threading
 from pathlib import Path
 from unittest import mock
 
 import pytest, torch
 
 import grpo
-from conftest import ROOT
+from conftest import ROOT, read_adapter, read_rows
 
 TOY = f"--wrapper {ROOT}/examples/toy.py:Toy --batch-size 2 --group-size 2 --lr 1e-3 "
 SERVER = multiprocessing.get_context("forkserver")  # imports all that is slow once, for all its children
@@ -30,41 +30,20 @@ def end(process):
     process.join(300)
     return process.exitcode
 
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    """command("--steps 2"): `python grpo.py` in tmp_path -> exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # a file of rewards adds its folder
-
-    def run(flags):
-        capsys.readouterr()
-        try:
-            code = grpo.main(flags.split()) or 0
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run
-
 def rows_of(run):
-    """metrics.jsonl without what the clock says."""
-    rows = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-    return [row | dict(seconds=0) for row in rows]
+    """Without what the clock says."""
+    return [row | dict(seconds=0) for row in read_rows(run)]
 
-def adapter_of(run):
-    return torch.load(Path(run, "checkpoint.pt"), weights_only=True)["adapter"]
-
-def test_two_processes_do_what_one_does(tmp_path, command):
-    """Three steps in one process = two steps in two and, resumed, one in one; and metrics are of both. test_janus.py does
-    the like with a transformer."""
+def test_two_processes_do_what_one_does(tmp_path, run):
+    """Three steps in one process = two steps in two and, resumed, one in one; and metrics are of both."""
     flags = TOY + "--num-iterations 2 --kl-coef .1 --max-grad-norm 1e-3 --save-every 1 "
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node 2 {ROOT}/grpo.py {flags} --out two --steps 2"
     done = subprocess.run([sys.executable, *torchrun.split()], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()][-2:] == ["step", "step"]
     assert done.stdout.count("step 1 ") == 1
-    assert command(flags + "--out one --steps 3")[0] == command("--resume two --steps 3")[0] == 0
-    torch.testing.assert_close(adapter_of("one"), adapter_of("two"), rtol=0, atol=1e-5)
+    assert run("grpo", flags + "--out one --steps 3")[0] == run("grpo", "--resume two --steps 3")[0] == 0
+    torch.testing.assert_close(read_adapter("one"), read_adapter("two"), rtol=0, atol=1e-5)
     assert rows_of("one") == [pytest.approx(row, rel=1e-3, abs=1e-5) for row in rows_of("two")]
 
 def test_an_error_in_one_process_ends_the_run_in_all(tmp_path):
@@ -121,7 +100,7 @@ def test_kill_nine_at_any_moment(tmp_path):
     assert 9 < len(rows_of(tmp_path / "run")) < 60
     assert end(start(tmp_path, flags + "run/ --resume run")) == end(whole) == 0
     assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "run")
-    whole, run = (adapter_of(tmp_path / name) for name in ("whole", "run"))
+    whole, run = (read_adapter(tmp_path / name) for name in ("whole", "run"))
     assert all(torch.equal(weight, run[name]) for name, weight in whole.items())
     for picture in (tmp_path / "whole").glob("*.png"):
         assert picture.read_bytes() == (tmp_path / "run" / picture.name).read_bytes()
@@ -130,42 +109,31 @@ def test_kill_nine_at_any_moment(tmp_path):
     "--group-size 1", "--group-size four", "--group 4", "--grop-size 4", "--offload maybe", "--adapter", "--reward wow",
     "--reward mse", "--prompts missing.txt", "--prompts fox.txt", "--model no-such/model", "--model broken",
     "--model strange", "--out done", "--resume missing"])
-def test_bad_input_gets_one_line_and_exit_code_2(typed, command, monkeypatch, tmp_path):
-    """No traceback, nothing written, no model loaded in vain, and the line says what is wrong. argparse puts its usage
-    before the line."""
+def test_bad_input_gets_one_line_and_exit_code_2(typed, refuse, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     files = {"broken/grpo.json": "{", "strange/grpo.json": '{"stepz": 1}', "done/notes": "",
              "fox.txt": "a fox.txt\n"}
     for name, text in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
-    before = sorted(tmp_path.rglob("*"))
-    if "--model" not in typed:
-        monkeypatch.setattr(grpo.GLMImageWrapper, "from_pretrained", mock.Mock(side_effect=AssertionError))
-    code, out, error = command(typed)
-    assert (code, out) == (2, "")
-    assert re.fullmatch(r"(usage: .*\n)?.*error: .+\n", error), error
+    error = refuse("grpo", typed)
     flag, *value = typed.split()
     assert flag[2:] in error.replace("_", "-") or value[0] in error, error
-    assert sorted(tmp_path.rglob("*")) == before
 
-def test_a_bug_in_a_file_of_rewards_keeps_its_traceback(command):
+def test_a_bug_in_a_file_of_rewards_keeps_its_traceback(run):
     """One line would not say where in the user's own code to look."""
     Path("buggy.py").write_text("def sharp(images, prompts, targets): return 1 / 0\n")
     with pytest.raises(ZeroDivisionError):
-        command("--reward buggy.py:sharp")
+        run("grpo", "--reward buggy.py:sharp")
 
-def test_ctrl_c_says_how_to_go_on(command):
+def test_ctrl_c_says_how_to_go_on(run):
     """Without a traceback, and the command that it prints goes on. The first process alone speaks."""
     with mock.patch.object(grpo.GRPOTrainer, "log", side_effect=KeyboardInterrupt):
-        code, _, _ = command(TOY + "--steps 1 --out run")
+        code, _, _ = run("grpo", TOY + "--steps 1 --out run")
         with mock.patch.object(grpo, "RANK", 1):
-            assert command(TOY + "--steps 1 --out other")[0] == 1
+            assert run("grpo", TOY + "--steps 1 --out other")[0] == 1
     assert re.fullmatch(r"\s*Stopped. To go on: python grpo.py --resume '\S+/run'", code)
-    assert command("--resume " + code.split("'")[1])[0] == 0
-    assert len(rows_of("run")) == 1
-
-def test_ctrl_c_while_the_model_is_loaded_blames_nothing(command):
-    """It said that --model was wrong."""
+    assert run("grpo", "--resume " + code.split("'")[1])[0] == 0
+    assert len(read_rows("run")) == 1
     with mock.patch.object(grpo.diffusers.GlmImagePipeline, "from_pretrained", side_effect=KeyboardInterrupt):
-        assert command("--out run")[0] == "\nStopped."
+        assert run("grpo", "--out loading")[0] == "\nStopped."  # it said that --model was wrong

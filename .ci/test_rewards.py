@@ -1,4 +1,5 @@
-"""Tests of examples/rewards.py, and of what docs/rewards.md says of it. No network, no GPU."""
+"""Tests of examples/rewards.py, and of what docs/rewards.md says of it; and of examples/make/letters.py, whose model
+learns to spell by what RapidOCR reads, and by nothing else. No network, no GPU."""
 import base64, io, json, logging, re, string, sys, types, urllib.request
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 import grpo
 from conftest import ROOT, table
 from examples import edit, rewards as gallery
+from examples.make import letters
 
 PAGE = (ROOT / "docs/rewards.md").read_text()
 PAIR = [Image.new("RGB", (64, 40), color) for color in ("red", "blue")]
@@ -208,9 +210,50 @@ def moody(images, prompts, _): return (pink if random.Random(prompts[0]).random(
 @pytest.mark.parametrize("text, why", [  # {0} and {1} are lines of a good file; nothing is chosen in {0}
     ("{0}", "chosen over"), ("{1}", "a target"), ("{0}\n", "choices.jsonl, line 2: "),
     ("{1}", "choices/89.png"), ("{1}", "choices.jsonl: [Errno 2]")])
-def test_wrong_choices(run, choices, text, why):
-    """One line says what is wrong, and where."""
+def test_wrong_choices(refuse, choices, text, why):
     Path("choices.jsonl").write_text(text.format(*choices))
     Path(why.split(":")[0]).unlink(missing_ok=True)
-    code, _, error = run("rewards", "choices.jsonl --reward ssim")
-    assert code == 2 and error.startswith("rewards.py: error: ") and error.count("\n") == 1 and why in error
+    assert why in refuse("rewards", "choices.jsonl --reward ssim")
+
+# --- The model that learns to spell -------------------------------------------------------------------------
+@pytest.fixture
+def wrapper():
+    """The models with random weights."""
+    torch.manual_seed(0)
+    return grpo.GLMImageWrapper(letters.make_models(), grpo.Config(**letters.make_settings(Path("."))))
+
+def spell(*words):
+    """The tokens of these words, after a draft of 7 x 35 zeros."""
+    rows = [[letters.ALPHABET.index(letter) for letter in word.ljust(letters.SIZE, "_")] for word in words]
+    return torch.tensor([[0] * 245 + row for row in rows])
+
+def test_policy_reads_the_letters(wrapper):
+    """A tokenizer that knows no word but single letters would hand the policy an unknown word."""
+    ids, _, _ = wrapper.encode(letters.make_prompts("cat queen"))
+    names = wrapper.pipe.processor.tokenizer.convert_ids_to_tokens(ids.flatten())
+    assert [name for name in names if name in letters.ALPHABET] == list("cat__queen")
+    rollout = grpo.Rollout(letters.make_prompts("cat cab"), spell("cat", "cat"), None, None)
+    a, b = wrapper.compute_logprobs(rollout)[0]
+    assert (a - b).abs().max() > 1e-3
+
+def test_pictures_depend_on_tokens_only(wrapper):
+    """A painter that is told the word could paint it whatever the tokens are: no policy would learn."""
+    prompts = letters.make_prompts("cat queen")
+    cat, queen = wrapper.decode(prompts, spell("moon", "moon"), [1, 1])
+    assert cat.tobytes() == queen.tobytes()
+    other, _ = wrapper.decode(prompts, spell("corn", "moon"), [1, 1])
+    assert other.tobytes() != cat.tobytes()
+    cat, queen = wrapper.decode(['"CAT"', '"QUEEN"'], spell("moon", "moon"), [1, 1])  # it is told quoted words
+    assert cat.tobytes() != queen.tobytes()
+
+def test_reward_is_what_the_network_reads(reads, monkeypatch):
+    """A reward that knew more than the picture, the tokens or the prompt alone, would teach no writing."""
+    images = [Image.new("RGB", (32 * letters.SIZE, 32), "white") for _ in range(4)]
+    for image, word in zip(images, ("CAT", "CUT", "QUEEN", "")):
+        for i, letter in enumerate(word):
+            image.paste(letters.draw_letter(letter), (32 * i, 0))  # as the small model draws
+    prompts = letters.make_prompts("cat cat cat cat")
+    assert [letters.read(image) for image in images] == ["CAT", "CUT", "QUEEN", ""]
+    assert letters.spelling(images, prompts) == pytest.approx([1, 4 / 6, 0, 0])
+    monkeypatch.setattr(letters, "read", lambda image: "ca")
+    assert letters.spelling(images, prompts) == pytest.approx([4 / 5] * 4)
