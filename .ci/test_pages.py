@@ -166,7 +166,7 @@ def make_trainer(module, out, rewards=None, **settings):
 
 @pytest.fixture
 def glm():
-    """The tiny GLM-Image with a policy that is not certain. Its draft has 4 x 4 codes, not 16 x 16, which saves time."""
+    """The tiny GLM-Image with a policy that is not certain. Its draft has 4 x 4 codes, not 16 x 16: that is quick."""
     config = grpo.parse_args("--width 64 --height 64 --top-p 0.95".split())
     wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
     wrapper.pipe.processor._get_target_shape = lambda height, width: (2, 2, 4, 4)
@@ -240,8 +240,8 @@ def test_dynamic_sampling_replaces_equal_groups(apply, tmp_path):
     assert torch.equal(advantages, by_hand)
 
 def make_graphed(function, inputs, num_warmup_iters):
-    """`torch.cuda.make_graphed_callables` on a CPU: make_fx notes the operations, with all that Python computes for them
-    as constants, and runs them, which counts as the first replay. Every replay writes into the same output."""
+    """`torch.cuda.make_graphed_callables` on a CPU: make_fx notes the operations, with what Python computes for them as
+    constants, and runs them, which counts as the first replay. Every replay writes into the same output."""
     assert num_warmup_iters == 0  # a pass more would write into the cache
     results = []
     graph = make_fx(lambda *values: results.append(function(*values)) or results[0])(*inputs)

@@ -1,4 +1,4 @@
-"""Every program of examples/ is run; measure.py and make/targets.py do what they say, and the toy learns. No network, no GPU."""
+"""Every program of examples/ is run; measure.py and make/targets.py do what they say, and the toy learns. No GPU."""
 import contextlib, functools, os, re, subprocess, sys, types
 
 import pytest, torch, transformers
