@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from examples import edit, janus, sft
-from examples.make import janus as small_janus, tiny
+from examples.make import small_janus, tiny
 
 aten = torch.ops.aten
 META = torch.device("meta")
