@@ -3,10 +3,8 @@
     pip install bitsandbytes
     python grpo.py --wrapper examples/four_bits.py:GLMImage4Bit --model zai-org/GLM-Image
     python -m examples.four_bits    # the same with the tiny GLM-Image, which needs no GPU
-
-docs/cards.md says for which cards this is, and what it costs.
 """
-import importlib, re, sys
+import re, sys
 from pathlib import Path
 
 import torch
@@ -17,10 +15,9 @@ from examples import janus
 
 class Linear4Bit(torch.nn.Linear):
     """A linear layer that keeps its weight in NF4, and makes it anew whenever it is asked for.
-    LoRA, autograd and .train() thus see a layer like any other. `Linear4bit` of bitsandbytes has
-    three traps: its product is rounded before LoRA adds its part, which swallows most of an update
-    in bf16; its output is a view, to which nothing can be added in place; and in eval mode on some
-    CPUs it repacks its weight, after which there is no gradient, with no more than a warning."""
+    LoRA and autograd see a layer like any other. `Linear4bit` of bitsandbytes has three traps: its
+    product is rounded before LoRA adds its part, which swallows most of an update in bf16; nothing
+    can be added to its output in place; in eval mode on some CPUs it loses its gradient."""
     BLOCK = 64  # weights that share a scale
 
     def __init__(self, linear):
@@ -42,8 +39,11 @@ class Linear4Bit(torch.nn.Linear):
         return torch.ops.bitsandbytes.dequantize_4bit(
             self.codes, self.scales, self.BLOCK, "nf4", shape, self.dtype)
 
-def import_bitsandbytes():  # it gives torch both operations
-    grpo.attempt("--wrapper: pip install bitsandbytes", importlib.import_module, "bitsandbytes")
+def import_bitsandbytes():
+    try:
+        import bitsandbytes  # it gives torch both operations
+    except ModuleNotFoundError:
+        raise grpo.BadInput("--wrapper: first run pip install bitsandbytes") from None
 
 @torch.no_grad()
 def quantize(model, pattern):

@@ -397,7 +397,7 @@ PHASES = dict(sample="a token", decode="a DiT pass", update="a micro-batch of on
 
 def measure_memory(args):
     """Tables of docs/figures.md: GiB with --offload on / off, and counts of the last row."""
-    Wrapper = grpo.load_wrapper(args.wrapper)
+    Wrapper = grpo.import_name(args.wrapper)
     _, gpu = imagine_real(Wrapper, grpo.Config(offload="off"))
     ar, dit = [size / GIB for size in gpu.sizes.values()]
     print(f"Weights: {ar:.1f} GiB to sample and update, {dit:.1f} to decode.\n")
@@ -430,7 +430,7 @@ def measure_janus(args):
     """The table of docs/janus.md: GiB for groups of 4, by prompts at a time, and kernels."""
     print_head("weights | prompts at a time | micro-batch | sample | decode | update | kernels")
     for billions, (num_prompts, size) in itertools.product(JANUS, [(8, 4), (4, 4), (1, 1)]):
-        peaks, counts = count_janus(grpo.load_wrapper(args.wrapper), billions, num_prompts, size)
+        peaks, counts = count_janus(grpo.import_name(args.wrapper), billions, num_prompts, size)
         print_row(f"{billions} B", num_prompts, size, *[peaks[phase]["off"] for phase in PHASES],
                   f"{counts['sample']['kernels']:,} a token")
 
