@@ -18,7 +18,7 @@ def needs_bitsandbytes(request):
         pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
 
 def load_glm_image(Wrapper, **settings):
-    config = grpo.Config(**tiny.SETTINGS | settings)
+    config = grpo.Config(**tiny.SETTINGS | dict(width=64, height=64) | settings)
     return Wrapper.from_pretrained(grpo.TINY_MODEL, config)
 
 def make_janus(Wrapper, **settings):
@@ -68,7 +68,7 @@ def test_it_is_the_model_with_rounded_weights(tmp_path, load, Four, Plain):
 def test_the_dit_has_a_gradient_in_eval_mode(monkeypatch, repacks):
     """Where a CPU has AVX512-BF16, a layer of bitsandbytes repacks its weight in eval mode and has no gradient then."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: repacks)
-    config = dict(width=64, height=64, kl_coef=0.0, decode_steps=2, group_size=2)
+    config = dict(kl_coef=0.0, decode_steps=2, group_size=2)
     painter = flow.Painter(load_glm_image(four_bits.GLMImage4Bit, **config))
     assert not painter.policy.training and len(find_layers(painter.policy)) == 6
     lora = grpo.LoRA(painter.policy, painter.lora_layers, 4)
@@ -100,22 +100,23 @@ def test_halves_take_turns(monkeypatch):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run `whole` has four steps, `parts` two, to be gone on with."""
+    """Run `whole` has two steps, `parts` one, to be gone on with."""
     pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
     runs = tmp_path_factory.mktemp("runs")
-    for steps, name in ((4, "whole"), (2, "parts")):
-        grpo.main(f"--wrapper {FILE}:GLMImage4Bit --batch-size 2 --width 64 --height 64 --save-every 2 --steps {steps} "
-                  f"--out {runs}/{name}".split())
+    (runs / "two.txt").write_text("\n".join(PROMPTS))
+    for steps, name in ((2, "whole"), (1, "parts")):
+        grpo.main(f"--wrapper {FILE}:GLMImage4Bit --prompts {runs}/two.txt --batch-size 2 --width 64 --height 64 "
+                  f"--save-every 1 --steps {steps} --out {runs}/{name}".split())
     return runs
 
 def test_a_run_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
     """From another directory: the weights are rounded anew, and must be rounded alike."""
     monkeypatch.chdir(tmp_path)
-    grpo.main(["--resume", str(runs / "parts"), "--steps", "4"])
+    grpo.main(["--resume", str(runs / "parts"), "--steps", "2"])
     whole, parts = read_adapter(runs / "whole"), read_adapter(runs / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
-@pytest.mark.parametrize("program, flags", [("evaluate", "--steps 0 4 --samples 2"), ("plot", "--film film.png"),
+@pytest.mark.parametrize("program, flags", [("evaluate", "--steps 0 2 --samples 2"), ("plot", "--film film.png"),
                                             ("generate", "--prompt red green --samples 3 --change")])
 def test_programs_work_on_its_runs(program, flags, runs, run):
     code, _, error = run(program, f"{runs}/whole {flags}")
