@@ -7,7 +7,7 @@ import pytest, torch
 from PIL import Image
 
 import grpo
-from examples import evaluate, generate
+from examples import evaluate, generate, runs
 
 WRAPPER = '''
 import torch
@@ -69,13 +69,13 @@ def test_measures_by_hand(tmp_path):
     Image.new("RGB", (9, 9), "red").save(tmp_path / "red.png")
     glm = mock.Mock(spec=grpo.GLMImageWrapper, config=grpo.Config(width=64, height=64))
     tokens = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [1, 1, 1, 1, 1, 2, 3, 5], [2, 2, 2, 2, 6, 7, 8, 5]])
-    codes = evaluate.pick_painted(glm, tokens)
+    codes = runs.pick_painted(glm, tokens)
     images = [Image.new("RGB", (64, 64), color) for color in ("red", "black", (255, 51, 0))]
     rewards = grpo.load_rewards("color=3,mse")
     assert evaluate.measure(images, ["a red thing"] * 3, codes, tmp_path / "red.png", rewards) == {
         "color": pytest.approx([1, 2 / 3, 1 - 0.2 / 3]), "mse": pytest.approx([0, -1 / 3, -0.04 / 3]),
         "codes differ": [1 / 4, 1, 3 / 4], "pixels differ": pytest.approx([1 / 3, 0.2 / 3, 1.2 / 3])}
-    assert evaluate.pick_painted("toy", tokens) is tokens
+    assert runs.pick_painted("toy", tokens) is tokens
 
 def test_table_by_hand(capsys):
     """Mean, change, interval, share of prompts: (.2 + .4) / 2 = .3 becomes (.6 + .4) / 2 = .5, and one of two rises."""
@@ -124,7 +124,7 @@ def test_held_out_prompts_are_drawn_in_parts(run, monkeypatch):
     sample = mock.Mock(side_effect=sys.modules["home_made"].HomeMade.sample)
     monkeypatch.setattr(sys.modules["home_made"].HomeMade, "sample", lambda *args: sample(*args))
     _, parts = compare(run, "a --steps 3 --samples 5 --seed 1")
-    monkeypatch.setattr(generate, "LIMIT", 1000)
+    monkeypatch.setattr(runs, "LIMIT", 1000)
     _, whole = compare(run, "a --steps 3 --samples 5 --seed 1")
     calls = [call.args[1:] for call in sample.mock_calls]
     assert parts == whole and [len(prompts) * samples for prompts, samples, _ in calls] == [*[30] * 4, 120]
@@ -144,9 +144,9 @@ def test_generate_draws_with_the_adapter_and_shows_what_it_changed(run):
     """Picture by picture, those that the wrapper itself draws. The mean of a map is the estimate of the KL between two
     models, one without adapter; before training it is 0. Rows are rows, in pictures that are not square, too."""
     out = run("generate", "glm --prompt red green --samples 3 --seed 7 --change --out changed")[1]
-    config = generate.open_run("glm").config
+    config = runs.open_run("glm").config
     new, base = [grpo.GLMImageWrapper.from_pretrained(config.model, config) for _ in range(2)]
-    lora = generate.load_weights(new, Path("glm/adapter_00001"))
+    lora = runs.load_weights(new, Path("glm/adapter_00001"))
     rollout = new.sample(["red", "green"], 3, [7, 8])
     images = new.decode(["red", "green"], rollout.tokens, [7, 8])
     assert images == [Image.open(f"changed/{i:03}_{j}.png").copy() for i in range(2) for j in range(3)]

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from PIL import Image
 
-from examples import plot
+from examples import pictures, plot
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 128, 0), (0, 0, 255), (255, 255, 255)
 
@@ -53,11 +53,11 @@ TEXTS = ["Affe", "Äffchen, piñata — déjà vu", "рыжая лиса", "κό
 @pytest.mark.parametrize("text", TEXTS)
 def test_no_letter_is_a_box(text):
     """Each is drawn otherwise than a code point that no font has. matplotlib's font lacks Chinese and Korean only."""
-    path = plot.find_font(text)
+    path = pictures.find_font(text)
     if path is None:  # it becomes a number
-        assert text in TEXTS[-2:] or "matplotlib" not in sys.modules and not plot.importlib.util.find_spec("matplotlib")
+        assert text in TEXTS[-2:] or "matplotlib" not in sys.modules and not pictures.importlib.util.find_spec("matplotlib")
         return
-    *drawn, box = [plot.draw_letter(plot.load_font(path, 22), sign) for sign in (*"".join(text.split()), "\U0010ffff")]
+    *drawn, box = [pictures.draw_letter(pictures.load_font(path, 22), sign) for sign in (*"".join(text.split()), "\U0010ffff")]
     assert box not in drawn
 
 def test_a_text_that_no_font_has(run, tmp_path):

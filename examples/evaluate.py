@@ -39,10 +39,9 @@ from PIL import ImageChops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
-from examples.edit import open_source
-from examples.generate import (
-    LIMIT, check_prompts, draw, load_weights, name_step, open_run, pick_painted)
-from examples.plot import fail, save_film
+from examples.pictures import save_film
+from examples.runs import (
+    LIMIT, check_prompts, draw, fail, load_weights, name_step, open_run, pick_painted)
 
 # --- Which adapters, and how they are drawn -----------------------------------
 def choose_steps(paths, steps, **typed):
@@ -173,7 +172,7 @@ def write_files(args, labels, prompts, results, pictures):
                        results=results), file)
     rows = [["", *prompts]]
     if all([hasattr(prompt, "source") for prompt in prompts]):  # the pictures that were edited
-        rows.append(["source", *[open_source(prompt.source) for prompt in prompts[:8]]])
+        rows.append(["source", *[grpo.open_image(prompt.source) for prompt in prompts[:8]]])
     rows += [[label, *row] for label, row in zip(labels, pictures)]
     save_film(folder / f"film{number}.png", rows)
     return (f"Wrote evaluation{number}.json, with every score, and film{number}.png to "

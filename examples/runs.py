@@ -1,0 +1,119 @@
+"""What opens a run. A program knows a run by its folder, which has its settings, wrapper, prompts and
+weights; those that draw from it or measure it take all of that from here.
+"""
+import json, re, sys, typing
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+import grpo
+
+def fail(message):
+    """Ends the program with one line, which names it."""
+    print(f"{Path(sys.argv[0]).name}: error:", *str(message).split(), file=sys.stderr)
+    sys.exit(2)
+
+class Run(typing.NamedTuple):
+    path: str  # as it was typed
+    config: grpo.Config  # config.prompts is the file with the run's own prompts
+    Wrapper: type
+    load_prompts: typing.Callable
+    weights: dict  # {step: folder of an adapter, or tensors of the checkpoint}
+
+def open_run(path=None, **typed):
+    """The folder of a run, the folder of an adapter, which may lie in a run, or None for a model
+    without any -> Run. Settings that are typed, and not None, override those of the run; --model
+    and --wrapper say where its files lie now, if they have moved."""
+    flags = [f"--{name}={value}" for name, value in typed.items() if value is not None]
+    folder = path and Path(path).absolute()
+    weights = {}
+    if path and (folder / "adapter_config.json").is_file():
+        weights = {None: folder}
+        folder = folder.parent
+    elif path and (folder / "config.json").is_file():
+        weights = find_weights(folder)
+    elif path:
+        raise grpo.BadInput(f"{path}: is no folder of a run, nor of an adapter")
+    if path and (folder / "config.json").is_file():
+        flags.append(f"--resume={folder}")
+    elif path and not typed.get("model"):
+        flags.append(f"--model={read_adapter_config(weights[None], 'base_model_name_or_path')}")
+    config = grpo.parse_args(flags)
+    Wrapper = grpo.load_wrapper(config.wrapper)
+    load_prompts = getattr(Wrapper, "load_prompts", grpo.load_prompts)
+    return Run(path, config, Wrapper, load_prompts, weights)
+
+def find_weights(run):
+    """-> {step: folder of the adapter}, and the checkpoint's weights if they are newer. Copies and
+    archives of adapters, and those that are being written, are passed over."""
+    weights = {}
+    for folder in run.iterdir():
+        match = re.fullmatch(r"adapter_(\d{5,})", folder.name)
+        if match and (folder / "adapter_model.safetensors").is_file():  # it is written last
+            weights[int(match[1])] = folder
+    weights = dict(sorted(weights.items()))
+    checkpoint = run / "checkpoint.pt"
+    if checkpoint.is_file():
+        step, tensors = grpo.attempt(checkpoint, read_checkpoint, checkpoint)
+        if step > max(weights, default=-1):
+            weights[step] = tensors
+    return weights
+
+def read_checkpoint(path):
+    """-> its step, the weights. `mmap` reads what is used, also after training wrote a new file."""
+    state = torch.load(path, "cpu", weights_only=True, mmap=True)
+    return len(state["history"]), state["adapter"]
+
+def name_step(run, step):
+    return f"step {step}" + ", from checkpoint.pt" * isinstance(run.weights[step], dict)
+
+def read_adapter_config(folder, name):
+    path = folder / "adapter_config.json"
+    config = grpo.attempt(path, json.loads, path.read_bytes())
+    if name not in config:
+        raise grpo.BadInput(f"{path}: has no {name}")
+    return config[name]
+
+def load_weights(wrapper, weights):
+    """-> the LoRA that has them."""
+    if isinstance(weights, dict):
+        A = next(iter(weights.values()))
+        lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank=len(A))
+        grpo.attempt("the checkpoint is of another model", lora.load, weights)
+    else:
+        rank = read_adapter_config(weights, "r")
+        lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank)
+        grpo.attempt(weights, lora.load_folder, weights)
+    return lora
+
+def check_prompts(wrapper, prompts):
+    for prompt in prompts:
+        grpo.attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])
+
+LIMIT = 32  # samples drawn at a time: more would take much memory, fewer are hardly faster
+
+def draw(wrapper, prompts, samples, seeds, examine=None):
+    """Yields the rollout and the pictures of each prompt, and its rows of examine(rollout), which
+    is called before they are painted: the two halves of GLM-Image take turns once in 32 pictures.
+    """
+    size = LIMIT // samples  # prompts at a time
+    with tqdm(total=len(prompts) * samples, unit="picture", disable=None) as bar:
+        for start in range(0, len(prompts), size):
+            part = slice(start, start + size)
+            rollout = wrapper.sample(prompts[part], samples, seeds[part])
+            found = examine(rollout) if examine else [None] * len(rollout.tokens)
+            for i, (prompt, seed) in enumerate(zip(prompts[part], seeds[part])):
+                rows = slice(i * samples, (i + 1) * samples)
+                group = rollout.part(rows)
+                images = wrapper.decode([prompt], group.tokens, [seed])
+                bar.update(samples)
+                yield group, images, found[rows]
+
+def pick_painted(wrapper, values):
+    """[G, T], a value for each token -> those of the codes that the picture is made of. GLM-Image
+    does not paint the draft that comes before the large grid."""
+    if isinstance(wrapper, grpo.GLMImageWrapper):
+        return values[:, -(wrapper.config.height // 32 * (wrapper.config.width // 32)):]
+    return values
