@@ -1,7 +1,7 @@
 """What opens a run. A program knows a run by its folder, which has its settings, wrapper, prompts and
 weights; those that draw from it or measure it take all of that from here.
 """
-import json, re, sys, typing
+import itertools, json, os, re, sys, typing
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ def fail(message):
 
 class Run(typing.NamedTuple):
     path: str  # as it was typed
+    folder: Path  # None for a model, and for an adapter that lies in no run
     config: grpo.Config  # config.prompts is the file with the run's own prompts
     Wrapper: type
     load_prompts: typing.Callable
@@ -27,23 +28,44 @@ def open_run(path=None, **typed):
     without any -> Run. Settings that are typed, and not None, override those of the run; --model
     and --wrapper say where its files lie now, if they have moved."""
     flags = [f"--{name}={value}" for name, value in typed.items() if value is not None]
-    folder = path and Path(path).absolute()
+    folder = Path(path).absolute() if path else None
     weights = {}
     if path and (folder / "adapter_config.json").is_file():
         weights = {None: folder}
-        folder = folder.parent
+        folder = folder.parent if (folder.parent / "config.json").is_file() else None
     elif path and (folder / "config.json").is_file():
         weights = find_weights(folder)
     elif path:
         raise grpo.BadInput(f"{path}: is no folder of a run, nor of an adapter")
-    if path and (folder / "config.json").is_file():
+    if folder:
         flags.append(f"--resume={folder}")
-    elif path and not typed.get("model"):
-        flags.append(f"--model={read_adapter_config(weights[None], 'base_model_name_or_path')}")
+    elif path:
+        flags += name_model(weights[None], **typed)
     config = grpo.parse_args(flags)
     Wrapper = grpo.load_wrapper(config.wrapper)
     load_prompts = getattr(Wrapper, "load_prompts", grpo.load_prompts)
-    return Run(path, config, Wrapper, load_prompts, weights)
+    return Run(path, folder, config, Wrapper, load_prompts, weights)
+
+def name_model(adapter, model=None, wrapper=None, **_):
+    """-> flags for an adapter that lies in no run: it knows its model, but no wrapper."""
+    layers = read_adapter_config(adapter, "target_modules")
+    if wrapper is None and layers != grpo.GLMImageWrapper.lora_layers:
+        raise grpo.BadInput(f"{adapter}: is of another model than GLM-Image; type --wrapper")
+    return [] if model else [
+        f"--model={read_adapter_config(adapter, 'base_model_name_or_path')}"]
+
+def find_home(run):
+    """-> where its files go: the run's folder or, without one or on a read-only disk, here."""
+    return run.folder if run.folder and os.access(run.folder, os.W_OK) else Path().absolute()
+
+def take_number(create):
+    """Calls create(""), create(2), create(3), .. until the file is not there already: what was
+    written before is kept, also by two programs that end at once -> number, what it created."""
+    for number in itertools.chain([""], itertools.count(2)):
+        try:
+            return number, create(number)
+        except FileExistsError:
+            pass
 
 def find_weights(run):
     """-> {step: folder of the adapter}, and the checkpoint's weights if they are newer. Copies and
@@ -117,3 +139,7 @@ def pick_painted(wrapper, values):
     if isinstance(wrapper, grpo.GLMImageWrapper):
         return values[:, -(wrapper.config.height // 32 * (wrapper.config.width // 32)):]
     return values
+
+def is_editor(run):
+    """Whether its prompts need sources. Where edit.py was imported from does not matter."""
+    return "EditWrapper" in [base.__name__ for base in run.Wrapper.__mro__]
