@@ -1,5 +1,5 @@
 """Tests of evaluate.py and generate.py, on runs of a home-made wrapper and of the tiny GLM-Image."""
-import functools, json, os, re, shutil, subprocess, sys, types
+import functools, itertools, json, multiprocessing, os, re, shutil, subprocess, sys, time, types
 from pathlib import Path
 from unittest import mock
 
@@ -9,8 +9,8 @@ from PIL import Image
 
 import grpo
 from conftest import ROOT
-from examples import evaluate, generate, runs
-from examples.intervals import find_interval
+from examples import evaluate, generate, runs, scores, tables
+from examples.intervals import find_agreement, find_interval, weigh_best
 
 WRAPPER = '''
 import torch
@@ -87,7 +87,7 @@ def test_measures_by_hand(tmp_path):
     codes = runs.pick_painted(glm, tokens)
     images = [Image.new("RGB", (64, 64), color) for color in ("red", "black", (255, 51, 0))]
     rewards = grpo.load_rewards("color=3,mse")
-    assert evaluate.measure(images, "a red thing", codes, tmp_path / "red.png", rewards) == {
+    assert scores.measure(images, "a red thing", codes, tmp_path / "red.png", rewards) == {
         "color": pytest.approx([1, 2 / 3, 1 - 0.2 / 3]), "mse": pytest.approx([0, -1 / 3, -0.04 / 3]),
         "codes differ": [1 / 4, 1, 3 / 4], "pixels differ": pytest.approx([1 / 3, 0.2 / 3, 1.2 / 3])}
     assert runs.pick_painted("toy", tokens) is tokens
@@ -96,11 +96,11 @@ def test_table_by_hand(capsys):
     """Mean, change, interval, share of prompts: (.2 + .4) / 2 = .3 becomes (.6 + .4) / 2 = .5, and one of two rises.
     The quantile for two is 12.706; one prompt has no interval."""
     results = [[dict(color=[0.1, 0.3]), dict(color=[0.4, 0.4])], [dict(color=[0.6, 0.6]), dict(color=[0.5, 0.3])]]
-    evaluate.print_table(["step 0", "step 7"], results)
+    tables.print_table(["step 0", "step 7"], results)
     *_, first, last = capsys.readouterr().out.splitlines()
     assert first.split() == "step 0 0.300 +0.000 +0.000 .. +0.000 0%".split()
     assert last.split() == "step 7 0.500 +0.200 -2.341 .. +2.741 50%".split()
-    evaluate.print_table(["step 0", "step 7"], [rows[:1] for rows in results])
+    tables.print_table(["step 0", "step 7"], [rows[:1] for rows in results])
     assert capsys.readouterr().out.splitlines()[-1].split() == "step 7 0.600 +0.400 - 100%".split()
 
 @pytest.mark.parametrize("n", [2, 3, 8, 24, 200])
@@ -116,7 +116,7 @@ def test_no_seed_is_one_of_training(seed):
     config = grpo.Config(seed=seed)
     trained = {*range(8)} | {seed for step in (1, 2, 10_000) for seed in grpo.choose_prompts(step, 24, config)[1]}
     for other in (0, 1, 999, 2**40):
-        seeds = evaluate.choose_seeds(500, other)
+        seeds = scores.choose_seeds(500, other)
         assert len({*seeds}) == 500 and 8 <= min(seeds) and max(seeds) < 1_000_000 <= min(trained - {*range(8)})
 
 def test_evaluate(run):
@@ -176,11 +176,143 @@ def test_a_reward_that_is_relative_to_its_call(run):
     assert "above step 0, whose images it saw in the same call" in out
     red, cyan = (Image.new("RGB", (4, 4), color) for color in ("red", "cyan"))
     rewards = grpo.load_rewards("relative.py:green")
-    measure = functools.partial(evaluate.measure, prompt="red", codes=None, target=None, rewards=rewards)
+    measure = functools.partial(scores.measure, prompt="red", codes=None, target=None, rewards=rewards)
     assert measure([cyan, red], first=[red, red])["green"] == [3, 0]
     assert measure([red, red], first=[cyan, red])["green"] == [-1.5, -1.5]
     assert "evaluate two or more" in run("evaluate", "judged --prompts words.txt --steps 2")[2]
 
+# --- Best of k ----------------------------------------------------------------------------------------------
+def test_best_of_k_is_the_mean_over_all_subsets():
+    """Of 8 samples, also with equal scores, and of what another reward gives to the best one of each."""
+    rng = np.random.default_rng(0)
+    for first in (rng.normal(size=8), rng.integers(0, 3, 8)):
+        other = rng.normal(size=8)
+        row = dict(first=first, other=other)
+        for k in range(1, 9):
+            subsets = [[*subset] for subset in itertools.combinations(range(8), k)]
+            best = np.mean([first[subset].max() for subset in subsets])
+            # Of equal ones, each is picked as often.
+            picked = np.mean([other[subset][first[subset] == first[subset].max()].mean() for subset in subsets])
+            found = tables.find_best([row], "first", k), tables.find_best([row], "first", k, "other")
+            np.testing.assert_allclose(found, [[best], [picked]], rtol=1e-12)
+    for k in (0, 9):
+        with pytest.raises(ValueError, match=f"the best of {k} is not to be found from 8 samples"):
+            weigh_best(first, k)
+
+def test_best_of_k_is_unbiased():
+    """The best of 8 of a normal distribution is 1.4236. A bootstrap, with replacement, finds 1.18 in 8 samples."""
+    rng = np.random.default_rng(0)
+    tables_of_8 = rng.normal(size=(20_000, 8))
+    for k, true in ((2, 0.5642), (4, 1.0294), (8, 1.4236)):
+        found = np.sort(tables_of_8) @ weigh_best(np.arange(8), k)
+        assert found.mean() == pytest.approx(true, abs=4 * found.std() / 20_000**0.5)
+    drawn = np.take_along_axis(tables_of_8, rng.integers(0, 8, (20_000, 8)), 1).max(1)
+    assert drawn.mean() < 1.3
+
+def test_intervals_of_the_best_of_k():
+    """They are over prompts, of 12 with means of their own: 95 of 100 have the true best of 4 of 8."""
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(1000):
+        samples = rng.normal(size=(12, 1)) + rng.normal(size=(12, 8))
+        low, high = find_interval(tables.find_best([dict(r=row) for row in samples], "r", 4))
+        hits += low < 1.0294 < high
+    assert 930 < hits < 970
+
+def test_how_many_of_the_first_row_are_needed(capsys):
+    """Scores are quantiles of 0..1, of which the best of k has k / (k + 1): 3 / 4 is the best of 3, 7 / 10 that of 2.3.
+    A narrow row has the better mean, and the wide one the better best of many."""
+    def make(values):
+        return [dict(r=np.array(values) + shift) for shift in (-0.01, 0, 0.01)]
+
+    wide = np.arange(1, 33) / 33
+    for mean, told in ((0.75, "equals the best of 3.0 of"), (0.7, "equals the best of 2.4 of"),
+                       (0.97, "is above the best of 16 of"), (0.4, "is not above that of")):
+        tables.print_best(["step 0", "step 9"], [make(wide), make([mean] * 32)], ["r"])
+        assert f"The mean of step 9 {told} step 0" in (out := capsys.readouterr().out)
+        assert ("From k = 4 on, the best of step 0 is better than that of step 9, by 0.191 at 16" in out) == (mean == 0.75)
+    assert "For any k, the best of step 0" in out and re.search(r"r, best of k( +k = \d+){5}\n", out)
+
+def test_rewards_that_disagree(capsys):
+    """Of three pairs of images of the first prompt the two agree on one; on the second prompt's on all."""
+    rows = [dict(a=[1, 2, 3], b=[2, 1, 0.5]), dict(a=[1, 2, 3], b=[1, 2, 3])]
+    tables.print_agreement("step 0", rows, ["a", "b"])
+    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == "a, b +0.000".split()
+    assert find_agreement([1, 2, 3], [2, 1, 3]) == pytest.approx(1 / 3)
+
+# --- While a run goes on ------------------------------------------------------------------------------------
+def read(run):
+    return [json.loads(line) for line in Path(run, "evaluation.jsonl").read_text().splitlines()]
+
+def test_follow(run, monkeypatch):
+    """A row for each adapter as it appears, with the numbers of evaluate, under the names of metrics.jsonl. It may be
+    started before the run, which may be moved and go on; deleted adapters are named, and only multiples are wanted."""
+    out, results = compare(run, "a --prompts words.txt --samples 3")
+    copy_run("a", "source")
+    shutil.rmtree("grown", ignore_errors=True)
+    saved = [path for step in (0, 2, 3) for path in (Path(f"samples_{step:05d}.png"), Path(f"adapter_{step:05d}"))]
+
+    def come(*paths):
+        for path in paths:
+            (shutil.copytree if Path("source", path).is_dir() else shutil.copy)(Path("source", path), Path("grown", path))
+
+    events = iter([lambda: (Path("grown").mkdir(), come("config.json", "prompts.txt", *saved[:2])),
+                   lambda: come(*saved[2:4]), bool, lambda: come(*saved[4:])])
+    monkeypatch.setattr(time, "sleep", lambda _: next(events)())
+    flags = "--follow --prompts words.txt --samples 3"
+    code, out, _ = run("evaluate", f"grown {flags}")
+    assert code == 0 and "CUDA_VISIBLE_DEVICES=1" in out and next(events, None) is None
+    rows = read("grown")
+    assert [row["step"] for row in rows] == [0, 2, 3]
+    logged = json.loads(Path("a/metrics.jsonl").read_text().splitlines()[0])
+    for row, measured in zip(rows, results):
+        means = [np.mean(each["color"]) for each in measured]
+        assert row["reward"] == row["reward/color"] == pytest.approx([np.mean(means), *find_interval(means)])
+        assert row["pixels differ"][0] == pytest.approx(np.mean([np.mean(each["pixels differ"]) for each in measured]))
+        assert {name for name in row if "reward" in name} <= {*logged}
+    Path("grown").rename("moved")
+    copy_run("moved", "longer", steps=5)
+    for step in (4, 5):
+        shutil.copytree("a/adapter_00003", f"longer/adapter_{step:05d}")
+        shutil.copy("a/samples_00003.png", f"longer/samples_{step:05d}.png")
+    shutil.rmtree("longer/adapter_00004")
+    assert run("evaluate", f"moved {flags}")[0] == 0 and read("moved") == rows
+    code, _, error = run("evaluate", f"longer {flags}")
+    assert [row["step"] for row in read("longer")] == [0, 2, 3, 5] and error == (
+        "longer: adapter_00004 is gone, and passed over\n")
+    assert "other settings" in run("evaluate", f"longer --follow --prompts words.txt --samples 4")[2]
+    Path("longer/evaluation.jsonl").unlink()
+    run("evaluate", f"longer {flags} --every 2")
+    assert [row["step"] for row in read("longer")] == [0, 2, 5]
+
+def follow(flags):
+    sys.argv = ["evaluate.py", *flags.split()]
+    evaluate.main(evaluate.parse_args())
+
+def test_two_followers_and_kills(run):
+    """Two at a time, killed amid a row, two others: each of 41 rows is there once, as without all this."""
+    copy_run("a", "long", steps=41)
+    shutil.rmtree("long/adapter_00003")
+    for step in (*range(1, 41, 2), *range(4, 42, 2), 41):
+        shutil.copytree(f"a/adapter_0000{2 + step % 2}", f"long/adapter_{step:05d}")
+    copy_run("long", "undisturbed")
+    context = multiprocessing.get_context("fork")
+    file = Path("long/evaluation.jsonl")
+    for most in (5, 20, 41):
+        pair = [context.Process(target=follow, args=("long --follow --prompts words.txt --samples 2",)) for _ in range(2)]
+        [process.start() for process in pair]
+        while most < 41 and not (file.exists() and file.read_text().count("\n") >= most):
+            time.sleep(0.01)
+        [process.kill() for process in pair if most < 41]
+        [process.join() for process in pair]
+        if most < 41:
+            assert file.read_text().count("\n") < 41
+            file.write_text(file.read_text() + '{"step": 4')
+    assert [process.exitcode for process in pair] == [0, 0]
+    follow("undisturbed --follow --prompts words.txt --samples 2")
+    assert read("long") == read("undisturbed") and [row["step"] for row in read("long")] == [*range(42)]
+
+# --- What a run is ------------------------------------------------------------------------------------------
 def test_our_prompts_are_read_by_our_function(run):
     """A wrapper's own, for another format, ended in a traceback."""
     assert compare(run, "picky --steps 0 --samples 2")[0].count("24 prompts") == 1
@@ -217,7 +349,7 @@ def test_held_out_prompts_are_drawn_in_parts(run, monkeypatch):
     calls = [call.args[1:] for call in sample.mock_calls]
     assert parts == whole and [len(prompts) * samples for prompts, samples, _ in calls] == [*[30] * 4, 120]
     prompts, _, seeds = calls[-1]
-    assert seeds == evaluate.choose_seeds(24, 1) and not {*prompts} & {*grpo.load_prompts(None)[0]}
+    assert seeds == scores.choose_seeds(24, 1) and not {*prompts} & {*grpo.load_prompts(None)[0]}
 
 def test_generate_takes_what_it_is_given(run):
     """A step, an adapter's folder, also outside of its run, and a model without any, in a size of one's own."""
@@ -313,6 +445,8 @@ def test_a_run_that_was_moved(source, name, run):
     ("evaluate nowhere", "nowhere: is no folder of a run"),
     ("evaluate a --prompts words.txt --steps 0 7", "a: only has weights of steps [0, 2, 3]"),
     ("evaluate notebook", "notebook: its reward, bright(), cannot be loaded here; type --reward"),
+    ("evaluate a b --follow", "--follow: follows one run"),
+    ("evaluate alone --follow --wrapper home_made.py:HomeMade", "alone: is an adapter"),
     ("evaluate editor", "--prompts: type a file of lines"),
     ("evaluate alone", "alone: is of another model than GLM-Image; type --wrapper"),
     ("generate alone --prompt red", "type --wrapper"),
