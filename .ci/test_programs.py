@@ -7,7 +7,7 @@ import grpo
 from conftest import ROOT, first_and_last
 from examples import measure
 
-PARTS = {"choose", "pictures", "runs"}  # a reward, and what programs share
+PARTS = {"alarms", "choose", "follow", "pictures", "runs"}  # a reward, and what programs share
 PROGRAMS = sorted({path.stem for path in (ROOT / "examples").glob("[a-z]*.py")} - PARTS)
 MAKERS = sorted([f"make.{path.stem}" for path in (ROOT / "examples/make").glob("*.py")])
 
