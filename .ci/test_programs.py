@@ -7,8 +7,7 @@ import grpo
 from conftest import ROOT, first_and_last
 from examples import measure
 
-PARTS = {"choose", "follow", "intervals", "pictures", "runs", "scores", "tables"}  # a reward, and what programs share
-PROGRAMS = sorted({path.stem for path in (ROOT / "examples").glob("[a-z]*.py")} - PARTS)
+PROGRAMS = sorted([path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()])
 MAKERS = sorted([f"make.{path.stem}" for path in (ROOT / "examples/make").glob("*.py")])
 
 @pytest.mark.parametrize("name", PROGRAMS + MAKERS)
