@@ -37,9 +37,8 @@ class Picky(HomeMade):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Run a has adapters 0, 2 and 3, the last of which lies alone, too; b has them on other base weights; glm is of
-    GLM-Image. The learning rates are high, so that adapters differ. What a notebook's run has as its reward, no command
-    can load."""
+    """Run a has adapters 0, 2 and 3, the last of which lies alone, too; b has them on other base weights. The
+    learning rates are high, so that adapters differ. What a notebook's run has as its reward, no command can load."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "home_made.py").write_text(WRAPPER)
     (folder / "words.txt").write_text("a red thing\na blue thing\na white sign")
@@ -49,9 +48,12 @@ def folder(tmp_path_factory):
     copy_run(folder / "a", folder / "picky", wrapper=f"{folder}/home_made.py:Picky")
     copy_run(folder / "a", folder / "editor", wrapper=f"{ROOT}/examples/edit.py:EditWrapper")
     shutil.copytree(folder / "a/adapter_00003", folder / "alone")
+    return folder
+
+@pytest.fixture(scope="module")
+def glm(folder):
     flags = f"--prompts {folder}/words.txt --width 64 --height 96 --group-size 2 --batch-size 2 --steps 1 --lr 0.05"
     grpo.main(f"{flags} --out {folder}/glm".split())
-    return folder
 
 @pytest.fixture
 def run(folder, run, monkeypatch):
@@ -365,7 +367,7 @@ def test_pictures_are_numbered(run):
     for number in ("", 2, 3):
         assert f"files: {Path('mine2').absolute()}/pictures{number}\n" in run("generate", "mine2 --prompt red")[1]
 
-def test_generate_draws_with_the_adapter_and_shows_what_it_changed(run):
+def test_generate_draws_with_the_adapter_and_shows_what_it_changed(run, glm):
     """Picture by picture, those that the wrapper itself draws. The mean over all tokens, the draft's, too, is that of
     log pi_new - log pi_base of two models, one without adapter: the kl of the log; before training it is 0."""
     out = run("generate", "glm --prompt red green --samples 3 --seed 7 --change --out changed")[1]
@@ -432,7 +434,7 @@ def test_the_newest_weights(run):
     assert draw(run, "stopped")[0] == "stopped: step 100000"
 
 @pytest.mark.parametrize("source, name", [("a", "wrapper"), ("glm", "model")])
-def test_a_run_that_was_moved(source, name, run):
+def test_a_run_that_was_moved(source, name, run, glm):
     """Copied from a cluster: what its config.json names lies elsewhere here."""
     here = json.loads(Path(source, "config.json").read_text())[name]
     copy_run(source, f"moved_{source}", **{name: "/gone.py:HomeMade"})

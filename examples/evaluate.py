@@ -13,7 +13,7 @@ adapter's that lies in no run does not, as it may be uploaded: they are written 
 images of each adapter, for k up to half of --samples, tells whether training gave more than to draw
 many and keep the best. With --follow, evaluation.jsonl gets a line for each adapter while it trains.
 """
-import argparse, contextlib, dataclasses, functools, importlib.util, json, os, re, sys, time, zlib
+import argparse, contextlib, functools, importlib.util, json, os, re, sys, time, zlib
 from pathlib import Path
 
 def parse_args():
@@ -48,56 +48,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
-from examples.follow import SECONDS, read_settings, wait_for_run
+from examples.alarms import find_alarms
+from examples.follow import SECONDS, fail, read_rows, read_settings, wait_for_run
 from examples.pictures import save_film
 from examples.runs import (
-    LIMIT, check_prompts, fail, find_home, find_weights, is_editor, load_weights, name_step,
-    open_run, take_number)
+    LIMIT, PICTURE, check_prompts, choose_steps, find_home, find_weights, is_editor, load_weights,
+    open_run, take_number, take_settings, tell_differences)
 from examples.scores import choose_seeds, find_relative, measure_adapter, summarize
 from examples.tables import draw_best, print_agreement, print_best, print_table
 
 HELD_OUT = Path(__file__).with_name("make") / "held_out.txt"
 
-# --- Which adapters, and how they are drawn -----------------------------------
-def choose_steps(paths, steps, **typed):
-    """-> {label: (run, step)}. Of one run all steps, of several the last of each, or `steps`."""
-    chosen = {}
-    for path in paths:
-        run = open_run(path, **typed)
-        there = [*run.weights]
-        if there == [None]:  # the path is that of an adapter
-            chosen[path] = run, None
-            continue
-        wanted = steps or (there if len(paths) == 1 else there[-1:])
-        if not wanted or not {*wanted} <= {*there}:
-            raise grpo.BadInput(f"{path}: only has weights of steps {there}")
-        for step in wanted:
-            name = name_step(run, step)
-            chosen[name if len(paths) == 1 else f"{path}, {name}"] = run, step
-    return chosen
-
-PICTURE = "width height temperature top_k top_p decode_steps guidance".split()  # make a picture
-
-def take_settings(config, first):
-    """-> the Config of a run, but with all of the first run's that is about drawing."""
-    names = [*PICTURE, "group_size", "micro_batch_size", "offload"]
-    return dataclasses.replace(config, **{name: getattr(first, name) for name in names})
-
-def tell_differences(runs):
-    """-> a sentence on the settings that other runs than the first had, or None."""
-    first, *others = runs
-    told = []
-    for run in others:
-        flags = []
-        for name in PICTURE:
-            flag = "--" + name.replace("_", "-")
-            value = getattr(run.config, name)
-            if value != getattr(first.config, name):
-                flags.append(f"no {flag}" if value is None else f"{flag} {value}")
-        if flags and run.config.resume:  # an adapter outside of a run has no settings
-            told.append(f"{run.path} had {', '.join(flags)}")
-    return f"{'; '.join(told)}; all are drawn with those of {first.path}" if told else None
-
+# --- What is evaluated, and how -----------------------------------------------
 def load_rewards(typed, run):
     """A notebook's reward is a name only, and sft.py has none."""
     try:
@@ -108,12 +70,29 @@ def load_rewards(typed, run):
         raise grpo.BadInput(f"{run.path}: its reward, {run.config.reward}, cannot be loaded here; "
                             "type --reward") from error
 
-# --- Several adapters ---------------------------------------------------------
+def load_prompts(run, path):
+    """Our own file is read by our own function: a wrapper's may read another format."""
+    if path:
+        return run.load_prompts(path)
+    if is_editor(run):
+        raise grpo.BadInput("--prompts: type a file of lines `instruction<TAB>source.png`")
+    return grpo.load_prompts(HELD_OUT)
+
+def prepare(args, run):
+    """All input is checked before a model is loaded -> prompts, targets, rewards."""
+    prompts, targets = load_prompts(run, args.prompts)
+    if not 2 <= args.samples <= LIMIT:
+        raise grpo.BadInput(f"--samples: must be 2 to {LIMIT}, to compare them")
+    if not 0 <= args.seed <= 2**40:
+        raise grpo.BadInput(f"--seed: must be 0 to 2**40, and is {args.seed}")
+    return prompts, targets or [None] * len(prompts), load_rewards(args.reward, run)
+
 def load_model(run, config, prompts):
     wrapper = run.Wrapper.from_pretrained(config.model, config)
     check_prompts(wrapper, prompts)
     return wrapper
 
+# --- Several adapters ---------------------------------------------------------
 def evaluate(chosen, prompts, targets, rewards, samples=4, seed=0):
     """For each (run, step), yields `measure` of each prompt, and an image of each of 8 prompts. All
     use the same seeds and the settings of the first, so only the weights make a difference."""
@@ -151,16 +130,20 @@ def follow(args):
         prompts=f"{len(prompts)}, {zlib.crc32(repr(prompts).encode()):08x}")
     load = functools.cache(functools.partial(load_model, run, run.config, prompts))
     seeds = choose_seeds(len(prompts), args.seed)
-    named = set()
+    told = set()
     while True:
         steps, gone, is_over = find_news(run, args.every)
-        for step in sorted(gone - named):
-            print(f"{run.path}: adapter_{step:05d} is gone, and passed over", file=sys.stderr)
-        named |= gone
+        messages = [f"adapter_{step:05d} is gone, and passed over" for step in sorted(gone)]
+        messages += find_alarms(read_rows(run.folder), read_settings(run.folder))
+        for message in messages:
+            if message not in told:
+                print(f"{run.path}: {message}", file=sys.stderr)
+        told.update(messages)
         for step in steps:
             with claim(run, step, settings) as write:
-                if write:
-                    load_weights(load(), find_weights(run.folder)[step])
+                weights = find_weights(run.folder)
+                if write and step in weights:  # it may have been deleted since
+                    load_weights(load(), weights[step])
                     measured = [measures for measures, _ in measure_adapter(
                         load(), prompts, targets, rewards, args.samples, seeds)]
                     write(dict(step=step) | summarize(measured, rewards))
@@ -239,23 +222,6 @@ def write_files(args, run, labels, prompts, rewards, results, pictures):
         rows.append([label, *zip(images, scores)])
     save_film(folder / f"film{number}.png", rows)
     return f"Wrote evaluation{number}.json, with every score, and film{number}.png to {folder}"
-
-def load_prompts(run, path):
-    """Our own file is read by our own function: a wrapper's may read another format."""
-    if path:
-        return run.load_prompts(path)
-    if is_editor(run):
-        raise grpo.BadInput("--prompts: type a file of lines `instruction<TAB>source.png`")
-    return grpo.load_prompts(HELD_OUT)
-
-def prepare(args, run):
-    """All input is checked before a model is loaded -> prompts, targets, rewards."""
-    prompts, targets = load_prompts(run, args.prompts)
-    if not 2 <= args.samples <= LIMIT:
-        raise grpo.BadInput(f"--samples: must be 2 to {LIMIT}, to compare them")
-    if not 0 <= args.seed <= 2**40:
-        raise grpo.BadInput(f"--seed: must be 0 to 2**40, and is {args.seed}")
-    return prompts, targets, load_rewards(args.reward, run)
 
 def compare(args):
     """Evaluates all adapters, writes files, prints tables."""

@@ -48,9 +48,10 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
 from examples.edit import Edit, open_source
+from examples.follow import fail
 from examples.pictures import save_film
 from examples.runs import (
-    LIMIT, check_prompts, draw, fail, find_home, is_editor, load_weights, name_step, open_run,
+    LIMIT, check_prompts, draw, find_home, is_editor, load_weights, name_step, open_run,
     pick_painted, take_number)
 
 # --- What training changed ----------------------------------------------------

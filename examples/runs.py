@@ -1,7 +1,7 @@
 """What opens a run. A program knows a run by its folder, which has its settings, wrapper, prompts and
 weights; those that draw from it or measure it take all of that from here.
 """
-import itertools, json, os, re, sys, typing
+import dataclasses, itertools, json, os, re, sys, typing
 from pathlib import Path
 
 import torch
@@ -9,11 +9,6 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
-
-def fail(message):
-    """Ends the program with one line, which names it."""
-    print(f"{Path(sys.argv[0]).name}: error:", *str(message).split(), file=sys.stderr)
-    sys.exit(2)
 
 class Run(typing.NamedTuple):
     path: str  # as it was typed
@@ -143,3 +138,43 @@ def pick_painted(wrapper, values):
 def is_editor(run):
     """Whether its prompts need sources. Where edit.py was imported from does not matter."""
     return "EditWrapper" in [base.__name__ for base in run.Wrapper.__mro__]
+
+# --- Adapters of several runs -------------------------------------------------
+def choose_steps(paths, steps, **typed):
+    """-> {label: (run, step)}. Of one run all steps, of several the last of each, or `steps`."""
+    chosen = {}
+    for path in paths:
+        run = open_run(path, **typed)
+        there = [*run.weights]
+        if there == [None]:  # the path is that of an adapter
+            chosen[path] = run, None
+            continue
+        wanted = steps or (there if len(paths) == 1 else there[-1:])
+        if not wanted or not {*wanted} <= {*there}:
+            raise grpo.BadInput(f"{path}: only has weights of steps {there}")
+        for step in wanted:
+            name = name_step(run, step)
+            chosen[name if len(paths) == 1 else f"{path}, {name}"] = run, step
+    return chosen
+
+PICTURE = "width height temperature top_k top_p decode_steps guidance".split()  # make a picture
+
+def take_settings(config, first):
+    """-> the Config of a run, but with all of the first run's that is about drawing."""
+    names = [*PICTURE, "group_size", "micro_batch_size", "offload"]
+    return dataclasses.replace(config, **{name: getattr(first, name) for name in names})
+
+def tell_differences(runs):
+    """-> a sentence on the settings that other runs than the first had, or None."""
+    first, *others = runs
+    told = []
+    for run in others:
+        flags = []
+        for name in PICTURE:
+            flag = "--" + name.replace("_", "-")
+            value = getattr(run.config, name)
+            if value != getattr(first.config, name):
+                flags.append(f"no {flag}" if value is None else f"{flag} {value}")
+        if flags and run.config.resume:  # an adapter outside of a run has no settings
+            told.append(f"{run.path} had {', '.join(flags)}")
+    return f"{'; '.join(told)}; all are drawn with those of {first.path}" if told else None
