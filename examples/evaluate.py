@@ -53,7 +53,7 @@ from examples.follow import SECONDS, fail, read_rows, read_settings, wait_for_ru
 from examples.pictures import save_film
 from examples.runs import (
     LIMIT, PICTURE, check_prompts, choose_steps, find_home, find_weights, is_editor, load_weights,
-    open_run, take_number, take_settings, tell_differences)
+    open_run, report, take_number, take_settings, tell_differences)
 from examples.scores import choose_seeds, find_relative, measure_adapter, summarize
 from examples.tables import draw_best, print_agreement, print_best, print_table
 
@@ -258,7 +258,7 @@ def main(args):
             raise grpo.BadInput("--curve: first run `pip install matplotlib`")
         follow(args) if args.follow else compare(args)
     except grpo.BadInput as error:
-        fail(error)
+        report(error)
     except KeyboardInterrupt:
         sys.exit("Stopped.")
 

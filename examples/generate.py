@@ -48,11 +48,10 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
 from examples.edit import Edit, open_source
-from examples.follow import fail
 from examples.pictures import save_film
 from examples.runs import (
     LIMIT, check_prompts, draw, find_home, is_editor, load_weights, name_step, open_run,
-    pick_painted, take_number)
+    pick_painted, report, take_number)
 
 # --- What training changed ----------------------------------------------------
 @torch.no_grad()
@@ -202,7 +201,7 @@ def main(args):
     try:
         generate(args)
     except grpo.BadInput as error:
-        fail(error)
+        report(error)
 
 if __name__ == "__main__":
     main(ARGS)

@@ -1,7 +1,7 @@
 """What opens a run. A program knows a run by its folder, which has its settings, wrapper, prompts and
 weights; those that draw from it or measure it take all of that from here.
 """
-import dataclasses, itertools, json, os, re, sys, typing
+import dataclasses, itertools, json, os, re, sys, traceback, typing
 from pathlib import Path
 
 import torch
@@ -9,6 +9,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
+from examples.follow import fail
+
+def report(error):
+    """Ends a program that was given something wrong, with one line; a bug in somebody's wrapper or
+    reward is shown with its place, as grpo.py does."""
+    if isinstance(error.__cause__, grpo.BUGS):
+        traceback.print_exception(error.__cause__)
+    fail(error)
 
 class Run(typing.NamedTuple):
     path: str  # as it was typed
@@ -37,7 +45,7 @@ def open_run(path=None, **typed):
     elif path:
         flags += name_model(weights[None], **typed)
     config = grpo.parse_args(flags)
-    Wrapper = grpo.load_wrapper(config.wrapper)
+    Wrapper = grpo.import_name(config.wrapper)
     load_prompts = getattr(Wrapper, "load_prompts", grpo.load_prompts)
     return Run(path, folder, config, Wrapper, load_prompts, weights)
 
@@ -81,7 +89,8 @@ def find_weights(run):
 def read_checkpoint(path):
     """-> its step, the weights. `mmap` reads what is used, also after training wrote a new file."""
     state = torch.load(path, "cpu", weights_only=True, mmap=True)
-    return len(state["history"]), state["adapter"]
+    history = state["history"]  # a line of JSON for each step, or their list
+    return len(history.splitlines() if isinstance(history, str) else history), state["adapter"]
 
 def name_step(run, step):
     return f"step {step}" + ", from checkpoint.pt" * isinstance(run.weights[step], dict)
