@@ -8,11 +8,13 @@
     python -m examples.plot runs/mine --wandb my-team/my-project
     python -m examples.plot runs/mine --trackio my-project
 
-It prints the mean of each reward over the first and the last five steps of each run; of a run of
-fewer than ten, the first and the last. With --wandb it sends what the run has written to Weights &
-Biases (pip install wandb), and what training writes meanwhile, until the run is done; with
---trackio, to a page on this machine (pip install trackio). Both may be stopped and started again at
-any time, or be started before the training.
+It prints the mean of each reward over the first and the last five steps of each run (of fewer than
+ten, the first and the last), and alarms, where the log shows that something goes wrong. A curve has
+beside it what `evaluate --follow` measured on held-out prompts.
+
+With --wandb it sends what the run has written to Weights & Biases (pip install wandb), and what
+training writes meanwhile, until the run is done; with --trackio, to a page on this machine (pip
+install trackio). Both may be started before the training, and be stopped and started again.
 """
 import argparse, math, re, sys
 from pathlib import Path
@@ -21,6 +23,7 @@ from statistics import mean
 from PIL import Image, ImageDraw, ImageOps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+from examples.alarms import find_alarms
 from examples.follow import fail, follow, open_sheet, read_rows, read_settings
 from examples.pictures import draw_text, load_font, replace_unreadable, save_film
 
@@ -72,6 +75,18 @@ def print_ends(run, rows):
         elif values:  # so few that five and five would overlap
             print(f"{run}  {name}: first step {values[0]:.3f}, last {values[-1]:.3f}")
 
+def draw_held_out(axes, run, metric, color):
+    """What `evaluate.py --follow` has measured, with the 95 % interval as a band -> {name: line}."""
+    points = sorted([(row["step"], *row[metric]) for row in read_rows(run, "evaluation.jsonl")
+                     if metric in row])
+    if not points:
+        return {}
+    steps, means, *band = [[math.nan if value is None else value for value in column]
+                           for column in zip(*points)]
+    axes.fill_between(steps, *band, color=color, alpha=0.2, linewidth=0)
+    line, = axes.plot(steps, means, "o--", color=color, markersize=4)
+    return {f"{run}, held-out prompts": line}
+
 def draw_curves(runs, metric, path):
     """Curves of a metric by step; {run: rows}."""
     try:
@@ -79,21 +94,22 @@ def draw_curves(runs, metric, path):
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
         fail(f"{path} is not drawn: first run `pip install matplotlib`")
-    columns = max(1, min(3, 90 // (max(map(len, runs)) + 8)))  # of the legend, below the curves
-    height = 2.4 + 0.22 * math.ceil(len(runs) / columns)
-    figure = Figure(figsize=(8, height), layout="constrained")
+    figure = Figure(layout="constrained")
     axes = figure.subplots()
-    lines = []
-    for rows in runs.values():
+    lines = {}
+    for run, rows in runs.items():
         rows = [row for row in rows if metric in row]
         values = [math.nan if row[metric] is None else row[metric] for row in rows]
-        lines += axes.plot([row["step"] for row in rows], values)
+        lines[run], = axes.plot([row["step"] for row in rows], values)
+        lines |= draw_held_out(axes, run, metric, lines[run].get_color())
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylabel(metric)
     # Labels of lines would be left out if they begin with an underscore; $ begins a formula.
-    names = [run.replace("$", r"\$") for run in runs]
-    figure.legend(lines, names, ncols=columns, loc="outside lower center")
+    names = [name.replace("$", r"\$") for name in lines]
+    columns = max(1, min(3, 90 // (max(map(len, names)) + 8)))  # of the legend, below the curves
+    figure.set_size_inches(8, 2.4 + 0.22 * math.ceil(len(names) / columns))
+    figure.legend([*lines.values()], names, ncols=columns, loc="outside lower center")
     figure.savefig(path, dpi=120, format=Path(path).suffix[1:] or "png")  # or it adds .png
     print(f"{metric}: {path}")
 
@@ -171,6 +187,8 @@ def plot(args):
     runs = {run: read_rows(run) for run in args.runs}
     for run, rows in runs.items():
         print_ends(run, rows)
+        for text in find_alarms(rows, read_settings(run)):
+            print(f"{run}  alarm at {text}")
     if args.before_after or args.film:
         return draw_pictures(args, args.runs[0])
     every = [row for rows in runs.values() for row in rows]
