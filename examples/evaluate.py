@@ -132,7 +132,8 @@ def follow(args):
     seeds = choose_seeds(len(prompts), args.seed)
     told = set()
     while True:
-        steps, gone, is_over = find_news(run, args.every)
+        steps, gone, is_over = grpo.attempt(
+            f"{run.path}: start this again where the run is now", find_news, run, args.every)
         messages = [f"adapter_{step:05d} is gone, and passed over" for step in sorted(gone)]
         messages += find_alarms(read_rows(run.folder), read_settings(run.folder))
         for message in messages:
@@ -163,9 +164,11 @@ def start_following(args):
     prompts, targets, rewards = prepare(args, run)
     for name in find_relative(rewards):
         raise grpo.BadInput(f"--reward {name}: compares adapters, and --follow takes one at a time")
-    gpu = torch.cuda.get_device_name(grpo.DEVICE) if grpo.CUDA else "there is no GPU"
-    print(f"{path}: evaluated on {grpo.DEVICE} ({gpu}); CUDA_VISIBLE_DEVICES=1 before the command "
-          "takes the second GPU", flush=True)
+    where = "the CPU, as there is no GPU"
+    if grpo.CUDA:
+        where = (f"the GPU {torch.cuda.get_device_name(grpo.DEVICE)}, the first that it sees; "
+                 "CUDA_VISIBLE_DEVICES=1 before the command takes the second")
+    print(f"{path}: evaluated on {where}", flush=True)
     return run, prompts, targets, rewards
 
 def find_news(run, every):

@@ -31,10 +31,10 @@ def measure(images, prompt, codes, target, rewards, first=None):
     measures = {}
     relative = find_relative(rewards)
     for name, (function, _) in rewards.items():
-        before = first if first and name in relative else []
-        if name in relative and not before:
+        if name in relative and not first:
             measures[name] = [0.0] * len(images)
             continue
+        before = first if name in relative else []
         group = [*before, *images]
         scores, _ = grpo.compute_rewards(
             group, [prompt] * len(group), [target] * len(group), {name: (function, 1)})
