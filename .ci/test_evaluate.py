@@ -248,17 +248,14 @@ def test_follow(run, monkeypatch):
     """A row for each adapter as it appears, with the numbers of evaluate, under the names of metrics.jsonl. It may be
     started before the run, which may be moved and go on; deleted adapters are named, and only multiples are wanted."""
     out, results = compare(run, "a --prompts words.txt --samples 3")
-    copy_run("a", "source")
-    shutil.rmtree("grown", ignore_errors=True)
-    saved = [path for step in (0, 2, 3) for path in (Path(f"samples_{step:05d}.png"), Path(f"adapter_{step:05d}"))]
+    events = iter(["*.json prompts.txt *_00000*", "*_00002*", "", "*_00003*"])  # what appears between two looks
 
-    def come(*paths):
-        for path in paths:
-            (shutil.copytree if Path("source", path).is_dir() else shutil.copy)(Path("source", path), Path("grown", path))
+    def sleep(_):
+        for path in [path for pattern in next(events).split() for path in Path("a").glob(pattern)]:
+            Path("grown").mkdir(exist_ok=True)
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, Path("grown", path.name))
 
-    events = iter([lambda: (Path("grown").mkdir(), come("config.json", "prompts.txt", *saved[:2])),
-                   lambda: come(*saved[2:4]), bool, lambda: come(*saved[4:])])
-    monkeypatch.setattr(time, "sleep", lambda _: next(events)())
+    monkeypatch.setattr(time, "sleep", sleep)
     flags = "--follow --prompts words.txt --samples 3"
     code, out, _ = run("evaluate", f"grown {flags}")
     assert code == 0 and "grown: evaluated on the CPU" in out and next(events, None) is None
@@ -272,10 +269,8 @@ def test_follow(run, monkeypatch):
         assert {name for name in row if "reward" in name} <= {*logged}
     Path("grown").rename("moved")
     copy_run("moved", "longer", steps=5)
-    for step in (4, 5):
-        shutil.copytree("a/adapter_00003", f"longer/adapter_{step:05d}")
-        shutil.copy("a/samples_00003.png", f"longer/samples_{step:05d}.png")
-    shutil.rmtree("longer/adapter_00004")
+    shutil.copytree("a/adapter_00003", "longer/adapter_00005")
+    Path("longer/samples_00004.png").touch()  # its adapter was deleted
     assert run("evaluate", f"moved {flags}")[0] == 0 and read("moved") == rows
     code, _, error = run("evaluate", f"longer {flags}")
     assert [row["step"] for row in read("longer")] == [0, 2, 3, 5] and error == (
@@ -292,9 +287,8 @@ def follow(flags):
 def test_two_followers_and_kills(run):
     """Two at a time, killed amid a row, two others: each of 41 rows is there once, as without all this."""
     copy_run("a", "long", steps=41)
-    shutil.rmtree("long/adapter_00003")
-    for step in (*range(1, 41, 2), *range(4, 42, 2), 41):
-        shutil.copytree(f"a/adapter_0000{2 + step % 2}", f"long/adapter_{step:05d}")
+    for step in range(42):
+        shutil.copytree(f"a/adapter_0000{2 + step % 2}", f"long/adapter_{step:05d}", dirs_exist_ok=True)
     copy_run("long", "undisturbed")
     context = multiprocessing.get_context("fork")
     file = Path("long/evaluation.jsonl")
