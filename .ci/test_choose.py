@@ -230,4 +230,4 @@ def test_quantiles_and_few_groups():
 def test_wrong_choices(refuse, choices, text, why):
     Path("choices.jsonl").write_text(text.format(*choices))
     Path(why.split(":")[0]).unlink(missing_ok=True)
-    assert why in refuse("choose", "choices.jsonl --reward ssim")
+    assert why in refuse("choose", "choices.jsonl --reward mse")
