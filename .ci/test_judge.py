@@ -1,11 +1,11 @@
-"""Tests of examples/judge.py: real requests to a server on the loopback that is as strict as those of OpenAI's protocol
-(stand_in.py). What it answers is read from the green of the pictures."""
+"""Tests of examples/judge.py and of the rewards that it serves: real requests to a server on the loopback, which is as
+strict as those of OpenAI's protocol (stand_in.py). What it answers depends on the green of the pictures."""
 import email.utils, socket, threading, time, warnings
 
 import pytest
 from PIL import Image
 
-from examples import edit, judge
+from examples import edit, judge, rewards
 from stand_in import StandIn
 
 def paint(*greens):
@@ -46,7 +46,7 @@ def test_ratings(server, answer, rating):
     server.says = {0: answer, 9: "2"}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert judge.judge(paint(0, 9), ["a {fox}", "an owl"]) == [rating or 0, 2]
+        assert rewards.judge(paint(0, 9), ["a {fox}", "an owl"]) == [rating or 0, 2]
     assert [str(each.message)[:30] for each in told] == ["judge cannot read this answer:"] * (rating is None)
     asked = {text: find_greens(pictures) for text, *pictures in server.asked}
     text = "Does the picture show this: {}? Answer with one number, 0 (no) to 10 (yes)."
@@ -64,7 +64,7 @@ def test_winners(server, answer, win):
     server.says = lambda text, pictures: "1" if "owl" in text else answer if find_greens(pictures) == [0, 9] else "0"
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        wins = judge.compare(paint(0, 9, 1, 2), ["fox", "fox", "owl", "owl"])
+        wins = rewards.compare(paint(0, 9, 1, 2), ["fox", "fox", "owl", "owl"])
     first = (0.5 if win is None else win) / 2 + 0.25
     assert wins == [first, 1 - first, 0.5, 0.5]
     assert [str(each.message)[:32] for each in told] == ["compare cannot read this answer:"] * (win is None)
@@ -76,12 +76,12 @@ def test_compare_by_hand(server):
         return f"Picture {1 if first > second else 2}."
 
     server.says = prefer_green
-    assert judge.compare(paint(10, 30, 20, 200, 220, 220), "aaabbb") == [0, 1, 0.5, 0, 0.75, 0.75]
+    assert rewards.compare(paint(10, 30, 20, 200, 220, 220), "aaabbb") == [0, 1, 0.5, 0, 0.75, 0.75]
     assert len(server.asked) == 3 * 2 + 2  # equal pictures tie, and an equal question is asked once
     for two_prompts in ("ab", [edit.Edit("a", "x.png"), edit.Edit("a", "y.png")]):
-        assert judge.compare(paint(1, 2), two_prompts) == [0.5, 0.5] and len(server.asked) == 8
+        assert rewards.compare(paint(1, 2), two_prompts) == [0.5, 0.5] and len(server.asked) == 8
     server.says = lambda text, pictures: "1"  # it prefers what it sees first
-    assert judge.compare(paint(10, 30, 20), "aaa") == [0.5] * 3
+    assert rewards.compare(paint(10, 30, 20), "aaa") == [0.5] * 3
 
 @pytest.mark.parametrize("change", [
     {"message": {"role": "assistant", "content": "I see 3 foxes and"}, "finish_reason": "length"},
@@ -92,7 +92,7 @@ def test_no_answer_can_be_read(server, name, change):
     server.says, server.change = lambda text, pictures: "8", change
     with pytest.warns(UserWarning, match=f"{name} cannot read this answer: "):
         with pytest.raises(judge.BadInput, match=f"^JUDGE_URL=.* {name} can read none of . answers, such as 'I "):
-            getattr(judge, name)(paint(0, 9), ["a fox"] * 2)
+            getattr(rewards, name)(paint(0, 9), ["a fox"] * 2)
 
 # --- Likelihoods --------------------------------------------------------------------------------------------
 DIGITS = {"8": 0.5, "7": 0.3, "10": 0.1, "I": 0.1}
@@ -117,14 +117,14 @@ def test_rating_is_an_expectation(server, pieces, rating, are_hidden):
     if are_hidden:
         text = "".join([token for token, _ in pieces]).rpartition("</think>")[2]
         server.change = {"message": {"content": text, "reasoning_content": "8"}}
-    assert judge.judge(paint(0), ["a fox"]) == pytest.approx([rating])
+    assert rewards.judge(paint(0), ["a fox"]) == pytest.approx([rating])
 
 def test_yes_is_a_probability(server):
     """As VQAScore takes it: not divided by P(yes) + P(no); in whatever case the token is."""
     server.says = {0: [("<think>no</think>", {"<think>no</think>": 1}), ("Yes", {"Yes": 0.5, "yes": 0.1, "No": 0.3})],
                    5: [("No", {"No": 0.9, " yes": 0.05})], 7: "No.", 9: "Yes", 11: "yes or no"}
     with pytest.warns(UserWarning, match="yes cannot read this answer: 'yes or no'"):
-        scores = judge.yes(paint(0, 5, 7, 9, 11), ["a fox"] * 5)
+        scores = rewards.yes(paint(0, 5, 7, 9, 11), ["a fox"] * 5)
     assert scores == pytest.approx([0.6, 0.05, 0, 1, 0])
     assert server.asked[0][0] == 'Does this figure show "a fox"? Please answer yes or no.'
 
@@ -132,7 +132,7 @@ def test_yes_is_a_probability(server):
 def test_a_model_that_refuses_settings(server, refused):
     """Some give no likelihoods, and some no other temperature than their own: HTTP 400."""
     server.says, server.refused = {0: [("8", DIGITS)]}, refused
-    assert judge.judge(paint(0), ["a fox"]) == [8]
+    assert rewards.judge(paint(0), ["a fox"]) == [8]
 
 # --- Edits --------------------------------------------------------------------------------------------------
 def test_edits_are_shown_with_their_source(server):
@@ -140,17 +140,17 @@ def test_edits_are_shown_with_their_source(server):
     server.says = lambda text, pictures: str(find_greens(pictures)[0] // 20 + len(pictures))
     source, = paint(100)
     targets = [source.resize((320, 80)), None, source]
-    assert judge.judge(paint(40, 60, 80), ["paint it"] * 3, targets) == [7, 4, 7]
-    assert judge.kept(paint(40, 80), ["paint it"] * 2, [source] * 2) == [7, 7]
+    assert rewards.judge(paint(40, 60, 80), ["paint it"] * 3, targets) == [7, 4, 7]
+    assert rewards.kept(paint(40, 80), ["paint it"] * 2, [source] * 2) == [7, 7]
     shown = sorted([(find_greens(pictures), text) for text, *pictures in server.asked])
     made = "The second picture was made from the first by this instruction: paint it. "
     does, keeps = ["Is what the instruction asks for done in the second?", "Is all that the instruction does not name"]
     assert [greens for greens, _ in shown] == [[60], [100, 40], [100, 40], [100, 80], [100, 80]]
     assert all(text.startswith(made) for _, text in shown[1:]) and sum(does in text for _, text in shown) == 2
-    assert sum(keeps in text for _, text in shown) == 2 and {text[-28:] for _, text in shown} == {judge.RATE[-28:]}
+    assert sum(keeps in text for _, text in shown) == 2 and {text[-28:] for _, text in shown} == {rewards.RATE[-28:]}
     assert max(picture.width for _, *pictures in server.asked for picture in pictures) == 16
     with pytest.raises(judge.BadInput, match="^kept compares an edit with its source"):
-        judge.kept(paint(0), ["paint it"], [None])
+        rewards.kept(paint(0), ["paint it"], [None])
 
 # --- The server ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1/chat/completions", " \n"])
@@ -158,7 +158,7 @@ def test_addresses(server, monkeypatch, end):
     """/v1/v1 and //v1 were 404. The stand-in knows one path; http_proxy, which is set, must not be asked."""
     monkeypatch.setenv("JUDGE_URL", server.address.replace("127.0.0.1", "localhost") + end)
     server.says = {0: "8"}
-    assert judge.judge(paint(0), ["a fox"]) == [8]
+    assert rewards.judge(paint(0), ["a fox"]) == [8]
     assert judge.find_endpoint("https://h/api/paas/v4/") == "https://h/api/paas/v4/chat/completions"
     assert judge.find_endpoint("https://v1.h:80/openai") == "https://v1.h:80/openai/v1/chat/completions"
 
@@ -166,37 +166,37 @@ def test_a_proxy_is_used_for_others(server, monkeypatch):
     """Many machines reach other hosts through one only."""
     monkeypatch.setenv("JUDGE_URL", "http://judge.invalid:8000")
     with pytest.raises(judge.BadInput, match="JUDGE_URL=http://judge.invalid:8000 JUDGE_MODEL=any: .*refused"):
-        judge.judge(paint(0), ["a fox"])
+        rewards.judge(paint(0), ["a fox"])
     monkeypatch.setenv("http_proxy", server.address)  # which knows no such path
     with pytest.raises(judge.BadInput, match="HTTP 404: .*Not Found: http://judge.invalid:8000/v1/chat/completions"):
-        judge.judge(paint(0), ["a fox"])
+        rewards.judge(paint(0), ["a fox"])
 
 def test_the_key(server, monkeypatch, capfd):
     """It must reach the server, and no log: not if it is wrong, nor if a file gave it a line of its own."""
     server.says, server.key = {0: "8"}, "sk-sesame"
     monkeypatch.setenv("JUDGE_KEY", "sk-sesame\n")
-    assert judge.judge(paint(0), ["a fox"]) == [8]
+    assert rewards.judge(paint(0), ["a fox"]) == [8]
     for key, message in (("sk-wrong", r"HTTP 401: .*provided: Bearer \$JUDGE_KEY"), ("sk-wrong\nsk", "one word"),
                          ("sk-wrong’", "one word"), ("", "HTTP 401")):
         monkeypatch.setenv("JUDGE_KEY", key)
         with pytest.raises(judge.BadInput, match=message) as caught:
-            judge.judge(paint(0), ["a fox"])
+            rewards.judge(paint(0), ["a fox"])
         assert "wrong" not in str(caught.value) + str(capfd.readouterr())
     monkeypatch.setenv("JUDGE_KEY", "sk-wrong")
-    server.says, server.key = {0: 400}, None
+    server.says, server.key = {0: "8"}, "sk-wrong"
     server.troubles = [(302, {"Location": "http://127.0.0.2:9/"})]  # a key must not follow it
     with pytest.raises(judge.BadInput, match="HTTP 302: "):
-        judge.judge(paint(0), ["a fox"])
+        rewards.judge(paint(0), ["a fox"])
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503, 529])
 def test_three_tries(server, status):
     """One 503 ended a run of days. The third of three is an error, and is told in one line."""
     server.says = {0: "8"}
     server.troubles = [(status, {})] * 2
-    assert judge.judge(paint(0), ["a fox"]) == [8] and server.requests == 3
+    assert rewards.judge(paint(0), ["a fox"]) == [8] and server.requests == 3
     server.troubles = [(status, {})] * 3
     with pytest.raises(judge.BadInput, match=f"^JUDGE_URL={server.address} JUDGE_MODEL=any: HTTP {status}: .*trouble"):
-        judge.judge(paint(0), ["a fox"])
+        rewards.judge(paint(0), ["a fox"])
     assert server.requests == 6
 
 @pytest.mark.parametrize("wanted, seconds", [
@@ -209,7 +209,7 @@ def test_retry_after(server, monkeypatch, wanted, seconds):
     if isinstance(wanted, int):
         wanted = email.utils.formatdate(time.time() + wanted, usegmt=True)
     server.says, server.troubles = {0: "8"}, [(429, {"Retry-After": wanted} if wanted else {})]
-    assert judge.judge(paint(0), ["a fox"]) == [8] and waited == [pytest.approx(seconds, abs=2)]
+    assert rewards.judge(paint(0), ["a fox"]) == [8] and waited == [pytest.approx(seconds, abs=2)]
 
 def test_a_server_that_is_silent_or_down(monkeypatch, server):
     """A timeout, a connection that breaks, and one that is refused pass by themselves, or are told in one line."""
@@ -221,18 +221,18 @@ def test_a_server_that_is_silent_or_down(monkeypatch, server):
         return "8"
 
     server.says = answer
-    assert judge.judge(paint(0), ["a fox"]) == [8] and len(server.asked) == 3
+    assert rewards.judge(paint(0), ["a fox"]) == [8] and len(server.asked) == 3
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{free.getsockname()[1]}")
     with pytest.raises(judge.BadInput, match=r"^JUDGE_URL=\S+ JUDGE_MODEL=any: .*refused"):
-        judge.judge(paint(0), ["a fox"])
+        rewards.judge(paint(0), ["a fox"])
 
 def test_one_picture_that_is_refused(server):
     """A filter that rejects a picture rejects it at each --resume, too; a wrong model is wrong for all."""
     server.says = {0: 400, 9: "8"}
     with pytest.warns(UserWarning, match="cannot read this answer: 'HTTP 400: .*not allowed"):
-        assert judge.judge(paint(0, 9), ["a fox"] * 2) == [0, 8]
+        assert rewards.judge(paint(0, 9), ["a fox"] * 2) == [0, 8]
 
 @pytest.mark.parametrize("name, value, message", [
     ("JUDGE_MODEL", "other", "HTTP 404: .*The model other does not exist"), ("JUDGE_MODEL", "", "JUDGE_MODEL: is not set"),
@@ -242,7 +242,7 @@ def test_wrong_settings(run, monkeypatch, server, name, value, message):
     """One line, without a traceback; the program asks one question, to try them."""
     server.says = {0: "8"}
     Image.new("RGB", (8, 8)).save("fox.png")
-    assert run("judge", "fox.png fox") == (0, "8.000\n", "")
+    assert run("judge", "fox.png fox") == (0, "8\n", "")
     monkeypatch.setenv(name, value)
     code, out, error = run("judge", "fox.png fox")
     assert code == 2 and not out and message.split(": .*")[-1] in error and error.count("\n") == 1

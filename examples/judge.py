@@ -1,9 +1,9 @@
-"""Rewards that ask a vision-language model: `judge`, `kept`, `yes` and `compare`. rewards.py has
-them, too; docs/rewards.md says what they need.
+"""What asks a vision-language model, and reads its answers, for the rewards `judge`, `kept`, `yes`
+and `compare` of rewards.py. docs/rewards.md has the details.
 
     export JUDGE_URL=http://127.0.0.1:8000 JUDGE_MODEL=Qwen/Qwen3-VL-8B-Instruct
+    python -m examples.judge fox.png "What is this?"    # to see that the server answers
     python grpo.py --reward examples/rewards.py:judge
-    python -m examples.judge fox.png "a red fox"    # one question, to see that the server answers
 
 The server speaks OpenAI's protocol, as vLLM, SGLang and most companies do. Its key, if it wants
 one, is read from JUDGE_KEY.
@@ -14,7 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 from grpo import BadInput, attempt, open_image
-from PIL import ImageOps
 
 WAITS = [2, 10]  # seconds after a first and after a second try that failed
 TIMEOUT = 300  # seconds without a word from the server; a model that thinks may take minutes
@@ -37,6 +36,12 @@ class NoErrors(urllib.request.HTTPErrorProcessor):
 
     https_response = http_response
 
+def read_key():
+    key = os.environ.get("JUDGE_KEY", "").strip()
+    if not re.fullmatch("[!-~]*", key):  # http.client would print it in its error
+        raise BadInput("JUDGE_KEY: must be one word of ASCII characters")
+    return key
+
 def make_request(body):
     """-> the request, and what opens it."""
     for name in ("JUDGE_URL", "JUDGE_MODEL"):
@@ -47,11 +52,8 @@ def make_request(body):
     if not re.match("https?://[^/]", url):
         raise BadInput(f"JUDGE_URL={os.environ['JUDGE_URL']}: must begin with http:// or https://")
     headers = {"Content-Type": "application/json"}
-    key = os.environ.get("JUDGE_KEY", "").strip()
-    if not re.fullmatch("[!-~]*", key):  # http.client would print it in its error
-        raise BadInput("JUDGE_KEY: must be one word of ASCII characters")
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
+    if read_key():
+        headers["Authorization"] = f"Bearer {read_key()}"
     openers = [NoErrors]
     host = urllib.parse.urlsplit(url).hostname
     if host in ("localhost", "::1", "0.0.0.0") or host.startswith("127."):
@@ -76,7 +78,7 @@ def send(body):
             break
         if seconds is not None:
             time.sleep(max(seconds, read_wait(wanted)))
-    return status, text
+    return status, text.replace(read_key() or "\0", "$JUDGE_KEY")  # some servers repeat it
 
 def read_wait(wanted):
     """Retry-After, which is a number of seconds or a date -> seconds. At most a minute: a run that
@@ -89,9 +91,6 @@ def read_wait(wanted):
     return min(max(seconds, 0), 60)
 
 def fail(text):
-    """The error names the server, but not the key, should the server have repeated it."""
-    key = os.environ.get("JUDGE_KEY", "").strip()
-    text = text.replace(key, "$JUDGE_KEY") if key else text
     raise BadInput(f"JUDGE_URL={os.environ['JUDGE_URL']} JUDGE_MODEL={os.environ['JUDGE_MODEL']}: "
                    f"{text:.500}")
 
@@ -107,13 +106,13 @@ def post(question):
     if status in (400, 413, 422):
         # Such as a picture that a filter rejects. As an error it would end the run again at each
         # --resume, so it counts as an answer that cannot be read.
-        return {"message": {"content": None, "refusal": f"HTTP {status}: {reply}"}}
+        return {"message": {"refusal": f"HTTP {status}: {reply}"}}
     if status != 200:
         fail(f"HTTP {status}: {reply}" if status else reply)
     try:
         choice, *_ = json.loads(reply)["choices"]
-        choice["message"]["content"]
-    except (ValueError, LookupError, TypeError):
+        choice["message"].get("content")
+    except (ValueError, LookupError, TypeError, AttributeError):
         fail(f"a reply without an answer: {reply}")
     return choice
 
@@ -125,9 +124,9 @@ def ask(name, questions, read):
         choices = list(pool.map(post, questions))
     found = {}
     for question, choice in zip(questions, choices):
-        message = choice["message"]
-        said = message["content"] or message.get("refusal") or ""
-        answer = skip_thoughts(message["content"] or "")
+        content = choice["message"].get("content") or ""
+        said = content or choice["message"].get("refusal") or ""
+        answer = skip_thoughts(content)
         if choice.get("finish_reason") == "length":
             answer = ""  # what was cut off may be thoughts, and a number in it anything
         tokens = (choice.get("logprobs") or {}).get("content") or []
@@ -238,84 +237,19 @@ def read_winner(answer, tokens=()):
         return None
     return dict(first=1, second=0, tie=0.5)[named.pop()]
 
-# --- The rewards --------------------------------------------------------------
-RATE = "Answer with one number, 0 (no) to 10 (yes)."
-
-def score(name, questions, read):
-    """-> what `read` makes of the answers; 0 for those that it cannot read."""
-    found = ask(name, questions, read)
-    return [found[question] or 0.0 for question in questions]
-
-def show_edit(text, image, prompt, source):
-    """A question about a source, which is shown first, and its edit. The source is shown in the
-    size of the edit: a photo would be megabytes of PNG."""
-    made = f"The second picture was made from the first by this instruction: {prompt}. "
-    return made + text, to_url(ImageOps.contain(source, image.size)), to_url(image)
-
-def judge(images, prompts, targets=None):
-    """A vision-language model's rating, 0 to 10: does the picture show what the prompt says? If the
-    prompt has a source, is it edited so? JUDGE_URL is a server with OpenAI's protocol."""
-    questions = []
-    for image, prompt, source in zip(images, prompts, targets or [None] * len(images)):
-        if source is None:
-            questions.append((f"Does the picture show this: {prompt}? {RATE}", to_url(image)))
-        else:
-            text = f"Is what the instruction asks for done in the second? {RATE}"
-            questions.append(show_edit(text, image, prompt, source))
-    return score("judge", questions, read_rating)
-
-def kept(images, prompts, targets):
-    """Whether an edit left alone what the instruction does not name, 0 to 10, by `judge`'s model."""
-    if None in targets:
-        raise BadInput("kept compares an edit with its source, and a prompt has none")
-    text = f"Is all that the instruction does not name the same in both? {RATE}"
-    questions = [show_edit(text, *row) for row in zip(images, prompts, targets)]
-    return score("kept", questions, read_rating)
-
-def yes(images, prompts, targets=None):
-    """P(yes), 0 to 1, of `judge`'s model, asked whether the picture shows what the prompt says, as
-    VQAScore asks (arXiv 2404.01291)."""
-    text = 'Does this figure show "{}"? Please answer yes or no.'
-    questions = [(text.format(prompt), to_url(image)) for image, prompt in zip(images, prompts)]
-    return score("yes", questions, read_yes)
-
-def compare(images, prompts, targets=None):
-    """How often it beats the other images of its group, 0 to 1; a tie is half. `judge`'s model sees
-    each pair in both orders, G(G - 1) calls for a group of G. Equal images tie without a call."""
-    text = ("Which picture shows this better, the first or the second: {}? "
-            "Answer with one digit: 1, 2, or 0 if neither is better.")
-    urls = [to_url(image) for image in images]
-    questions = {}  # of each pair (i, j), of which i is shown first
-    # Equal prompts stand next to each other. Images of two prompts are never compared; those of
-    # edit.py are equal if their sources are, too.
-    for _, group in itertools.groupby(
-            range(len(images)), lambda i: (prompts[i], getattr(prompts[i], "source", None))):
-        for i, j in itertools.permutations(group, 2):
-            questions[i, j] = (text.format(prompts[i]), urls[i], urls[j])
-    asked = [question for question in questions.values() if question[1] != question[2]]
-    winners = ask("compare", asked, read_winner)
-    wins = [[] for _ in images]
-    for (i, j), question in questions.items():
-        win = winners.get(question)
-        win = 0.5 if win is None else win
-        wins[i].append(win)
-        wins[j].append(1 - win)
-    return [sum(each) / len(each) if each else 0.5 for each in wins]
-
-compare.relative = True  # its scores say nothing across calls, as each call has other opponents
-
 # --- The program --------------------------------------------------------------
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture")
-    parser.add_argument("prompt", help="what it should show")
+    parser.add_argument("question")
     if len(sys.argv) == 1:
         return parser.print_help()
     args = parser.parse_args()
     try:
         image = attempt(args.picture, open_image, args.picture)
-        print(f"{judge([image], [args.prompt])[0]:.3f}")
+        message = post((args.question, to_url(image)))["message"]
+        print(message.get("content") or message.get("refusal") or message)
     except BadInput as error:
         parser.exit(2, f"{parser.prog}: error: {' '.join(str(error).split())}\n")
 
