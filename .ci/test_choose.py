@@ -142,7 +142,8 @@ def test_in_a_browser(tmp_path):
     frames = ""
     for width, n in itertools.product((1280, 400), (2, 4, 8)):
         group = dict(prompt="<script>" + 99 * "W", pictures=[f"{svg}{i}" for i in range(n)])
-        state = json.dumps(dict(version=1, groups=[group] * 2, orders=[], picked=[], ratio=1, step="Step 3 of 10. ")).replace("<", r"\u003c")
+        state = dict(version=1, groups=[group] * 2, orders=[], picked=[], ratio=1, step="Step 3 of 10. ")
+        state = json.dumps(state).replace("<", r"\u003c")
         server = f"async (url, post) => ({{json: () => post ? {{...state, version: 2, orders: [[]]}} : {state}}})"
         page = choose.PAGE.decode().replace("<script>", f"<script>fetch = {server}</script><script>")
         frames += f"<iframe width={width} height=800 srcdoc='{html.escape(page)}'></iframe>"

@@ -38,8 +38,8 @@ def server(monkeypatch):
     ("8/10, for its 3 foxes", 8), ("between 0 and 10, it is 4.", 4),
     ("<think>3 squares, 9?</think> 8", 8), ("so 3 of them</think>\n\n8", 8), ("<think>1</think><think>2</think>8", 8),
     ("<thinking>5</thinking><answer>8</answer>", 8), ("[THINK]5[/THINK]8", 8), ("◁think▷5◁/think▷8", 8),
-    ("85", None), ("-3", None), ("−3", None), ("10.5", None), ("1,000", None), ("85%", None), ("4/5", None), ("7-8", None),
-    ("7 or 8", None), ("3 foxes, so 8", None), ("2D", None), ("eight", None), ("", None), (None, None),
+    ("85", None), ("-3", None), ("−3", None), ("10.5", None), ("1,000", None), ("85%", None), ("4/5", None),
+    ("7-8", None), ("7 or 8", None), ("3 foxes, so 8", None), ("2D", None), ("eight", None), ("", None), (None, None),
     ("<think>3 squ", None), ("<think>3</think>7<think>8", None), ("8 <think>sure?</think>", None)])
 def test_ratings(server, answer, rating):
     """The first number was taken: of a thought, of the scale, of 85 and -3. Another picture's answer can be read."""
@@ -235,9 +235,10 @@ def test_one_picture_that_is_refused(server):
         assert rewards.judge(paint(0, 9), ["a fox"] * 2) == [0, 8]
 
 @pytest.mark.parametrize("name, value, message", [
-    ("JUDGE_MODEL", "other", "HTTP 404: .*The model other does not exist"), ("JUDGE_MODEL", "", "JUDGE_MODEL: is not set"),
-    ("JUDGE_URL", "", "JUDGE_URL: is not set"), ("JUDGE_URL", "127.0.0.1:8000", "must begin with http"),
-    ("JUDGE_URL", "http://", "must begin with http"), ("JUDGE_URL", "http://127.0.0.1:port", "nonnumeric port")])
+    ("JUDGE_MODEL", "other", "HTTP 404: .*The model other does not exist"),
+    ("JUDGE_MODEL", "", "JUDGE_MODEL: is not set"), ("JUDGE_URL", "", "JUDGE_URL: is not set"),
+    ("JUDGE_URL", "127.0.0.1:80", "must begin with http"), ("JUDGE_URL", "http://", "must begin with http"),
+    ("JUDGE_URL", "http://127.0.0.1:port", "nonnumeric port")])
 def test_wrong_settings(run, monkeypatch, server, name, value, message):
     """One line, without a traceback; the program asks one question, to try them."""
     server.says = {0: "8"}

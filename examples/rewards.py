@@ -197,7 +197,7 @@ def judge(images, prompts, targets=None):
     return score("judge", questions, read_rating)
 
 def kept(images, prompts, targets):
-    """Whether an edit left alone what the instruction does not name, 0 to 10, by `judge`'s model."""
+    """Whether an edit left alone what its instruction does not name, 0 to 10: `judge`'s model."""
     if None in targets:
         raise BadInput("kept compares an edit with its source, and a prompt has none")
     text = f"Is all that the instruction does not name the same in both? {RATE}"
