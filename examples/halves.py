@@ -6,14 +6,14 @@ turn. This command writes both of a run, for others, with the lines that load th
 A run that flow.py has trained is complete: its folder has the adapters of the half that it trained
 and, in `frozen`, a copy of the other half's.
 """
-import argparse, json, os, sys, types, typing
+import argparse, json, os, shutil, sys, types, typing
 from pathlib import Path
 
 def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False)
-    parser.add_argument("run", help="folder of a run of flow.py, or of one of its adapters")
+    parser.add_argument("run", help="folder of a run of flow.py, or of an adapter in it")
     parser.add_argument("--out", type=Path, required=True, help="new folder")
     if len(sys.argv) == 1:
         parser.print_help()
@@ -49,10 +49,10 @@ def is_whole(adapter):
 def find_newest(run):
     """-> the folder of its newest adapter, which must not be older than its checkpoint."""
     weights = find_weights(run)
-    newest = [*weights.values()][-1] if weights else None
+    step, newest = max(weights.items(), default=(0, None))
     if not isinstance(newest, Path):
-        raise grpo.BadInput(f"--model {run}: of its last step, {max(weights, default=0)}, there is "
-                            "no adapter; go on with it by --resume, or type one of its adapters")
+        raise grpo.BadInput(f"--model {run}: its last step, {step}, has no adapter; go on with it "
+                            "by --resume, or type one of its adapters")
     return newest
 
 def find_halves(path):
@@ -65,11 +65,13 @@ def find_halves(path):
         if "model" not in saved:  # it is no run's
             return Halves(path, {}, {})
         folder = find_newest(run)
+    wrapper = Path(saved.get("wrapper") or "flow.py").name
+    if wrapper.partition(":")[0] not in ("flow.py", "halves.py"):
+        raise grpo.BadInput(f"--model {path}: has an adapter of another wrapper, {wrapper}")
     layers = read_adapter_config(folder, "target_modules")
-    wrapper = Path(saved.get("wrapper") or "flow.py").name.partition(":")[0]
-    if layers not in (AR_LAYERS, DIT_LAYERS) or wrapper not in ("flow.py", "halves.py"):
-        raise grpo.BadInput(f"--model {path}: must be a model, or a run or an adapter of grpo.py, "
-                            "without another wrapper, for a half of GLM-Image")
+    if layers not in (AR_LAYERS, DIT_LAYERS):
+        raise grpo.BadInput(f"--model {path}: must be a model, or a run or an adapter of grpo.py "
+                            "for a half of GLM-Image")
     frozen = run / "frozen"
     if not is_whole(frozen) or frozen == folder:
         frozen = read_adapter_config(folder, "base_model_name_or_path")
@@ -124,3 +126,48 @@ class AR(grpo.GLMImageWrapper):
     def compute_logprobs(self, rollout):
         keep_frozen(self)
         return super().compute_logprobs(rollout)
+
+# --- The command ----------------------------------------------------------------
+DRAW = """# Draws with both adapters of this folder. pip install diffusers transformers peft
+from pathlib import Path
+
+import diffusers, peft, torch
+
+here = Path(__file__).parent
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = torch.bfloat16 if device == "cuda" else torch.float32
+pipe = diffusers.GlmImagePipeline.from_pretrained({model!r}, dtype=dtype).to(device)
+pipe.vision_language_encoder.load_adapter(str(here / "ar"))
+pipe.vision_language_encoder.generation_config.update(**{sampling})
+peft.PeftModel.from_pretrained(pipe.transformer, here / "dit")  # in place
+settings = {painting}
+pipe("A red fox", **settings).images[0].save("fox.png")
+"""
+
+def publish(path, out):
+    """Writes ar, dit and draw.py, in which the settings of the run stand."""
+    model, adapters, settings = find_halves(path)
+    if len(adapters) < 2:
+        raise grpo.BadInput(f"{path}: has an adapter of one half only; flow.py trains the other")
+    grpo.attempt(f"--out {out}", out.mkdir, parents=True)
+    for name, layers in (("ar", AR_LAYERS), ("dit", DIT_LAYERS)):
+        shutil.copytree(adapters[layers], out / name)
+        file = out / name / "adapter_config.json"
+        file.write_text(json.dumps(read_json(file) | dict(base_model_name_or_path=model)))
+    names = dict(height="height", width="width", decode_steps="num_inference_steps",
+                 guidance="guidance_scale")
+    painting = {theirs: settings[ours] for ours, theirs in names.items() if ours in settings}
+    sampling = {name: settings[name] for name in ("temperature", "top_k", "top_p")
+                if settings.get(name) is not None}
+    text = DRAW.format(model=model, sampling=sampling, painting=painting)
+    (out / "draw.py").write_text(text)
+    print(f"{text}\nWrote this to {out / 'draw.py'}, and the adapters beside it.")
+
+def main(args):
+    try:
+        publish(args.run, args.out)
+    except grpo.BadInput as error:
+        fail(error)
+
+if __name__ == "__main__":
+    main(ARGS)
