@@ -28,8 +28,7 @@ import grpo
 from grpo import DEVICE
 from examples import halves
 from examples.evaluate import PICTURE
-from examples.generate import load_weights
-from examples.plot import fail
+from examples.runs import fail, load_weights
 
 NOISE_LEVEL = 0.7  # "a" in the paper: how much the images of a group differ
 WINDOW = 2  # W: the number of denoising steps that have noise and are trained
