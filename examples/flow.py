@@ -60,7 +60,7 @@ class DiT:
     """A wrapper of the DiT. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noisy
     step, after each noisy step, and at the end. A rollout's `allowed` has the conditions, `given`
     [N, 1 + K]: the index of the first noisy step, then the codes."""
-    defaults = dict(kl_coef=0.0, clip_range=1e-4)
+    defaults = dict(kl_coef=0.0, clip_range=2e-4)
     lora_layers = halves.DIT_LAYERS
     frozen = None  # the LoRA of the AR half
 
