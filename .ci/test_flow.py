@@ -176,9 +176,9 @@ def test_each_round_begins_with_the_pictures_of_the_last(run, monkeypatch):
                         lambda self, height, width: (height // 32, width // 32, 2, 2))
     make_pipeline().save_pretrained("base")
     Path("words.txt").write_text("red\nblue\n")
-    settings = f"--prompts {Path('words.txt').absolute()} --batch-size 2 --group-size 4 --lr 0.02 --warmup-steps 0"
+    settings = f"--prompts {Path('words.txt').absolute()} --batch-size 2 --group-size 4 --lr 0.01 --warmup-steps 0"
     settings += f" --reward {ROOT}/examples/rewards.py:sharpness --save-every 1"
-    drawing = "--width 64 --height 96 --temperature 1.5 --top-k 9 --top-p 0.98 --decode-steps 3 --guidance 1.5 --model ../base"
+    drawing = "--width 96 --height 128 --temperature 3 --top-k 9 --top-p 0.98 --decode-steps 3 --guidance 1.5 --model ../base"
     os.mkdir("here")
     os.chdir("here")
     assert run("grpo", f"{settings} {drawing} --steps 2 --out ar")[0] == 0
