@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of gr
 import grpo
 from grpo import DEVICE
 from examples import halves
-from examples.evaluate import PICTURE
-from examples.runs import fail, load_weights
+from examples.runs import PICTURE, fail, load_weights
 
 NOISE_LEVEL = 0.7  # "a" in the paper: how much the images of a group differ
 WINDOW = 2  # W: the number of denoising steps that have noise and are trained

@@ -27,8 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
-from examples.evaluate import PICTURE
-from examples.runs import fail, find_weights, load_weights, read_adapter_config
+from examples.runs import PICTURE, fail, find_weights, load_weights, read_adapter_config
 
 AR_LAYERS = grpo.GLMImageWrapper.lora_layers
 DIT_LAYERS = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
