@@ -339,16 +339,18 @@ def format_prompts(prompts, targets):
 def check_prompts(prompts, targets, wrapper):
     """Refuses those that the model cannot read, or that would change when the run is resumed."""
     for prompt in prompts:
+        if not re.fullmatch(r"[^#\s]([^\t\r\n]*\S)?", prompt):  # prompts.txt would not hold it
+            raise BadInput(f"--prompts: must be a line of text without tabs: {prompt!r}")
         attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])
-    reader = getattr(wrapper, "load_prompts", None)
-    text = format_prompts(prompts, targets if reader else [None] * len(prompts))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "prompts.txt")
-        write_file(path, text.encode())
-        again, _ = attempt("--prompts, when they are resumed", reader or load_prompts, path)
-    if again != prompts:
-        raise BadInput(f"--prompts: {len(prompts)} become {len(again)} when the run is resumed, and"
-                       f" these change: {[*{*prompts} ^ {*again}]!r:.300}")
+    if hasattr(wrapper, "load_prompts"):
+        wrong = "--wrapper: its load_prompts must read the prompts.txt that a run writes"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "prompts.txt")
+            write_file(path, format_prompts(prompts, targets).encode())
+            again, _ = attempt(wrong, wrapper.load_prompts, path)
+        if again != prompts:
+            raise BadInput(f"{wrong}: {len(prompts)} prompts became {len(again)}, and these "
+                           f"changed: {[*{*prompts} ^ {*again}]!r:.300}")
 
 class GRPOTrainer:
     """Trains the policy of a wrapper. rewards: {name: (function, weight)}, or None for those that
@@ -521,8 +523,9 @@ class GRPOTrainer:
             left = datetime.timedelta(seconds=round(seconds))
             print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row], f"left {left}",
                   flush=True)
-            with attempt(self.out, open, self.out / "metrics.jsonl", "a") as file:
-                file.write(line)
+            path = self.out / "metrics.jsonl"
+            with attempt(path, path.open, "ab", buffering=0) as file:
+                attempt(path, file.write, line.encode())
 
     def save(self, step):
         """There is a checkpoint after every step, so that a failure costs at most one."""
@@ -547,8 +550,8 @@ def write_file(path, data):
     """Bytes are written under another name first, and to the disk itself, so that a kill, a full
     disk or a loss of power spares the file."""
     partial = path.with_name(f"{path.name}.part")
-    with attempt(path, open, partial, "wb") as file:
-        attempt(path, file.write, data)
+    attempt(path, partial.write_bytes, data)
+    with open(partial) as file:
         os.fsync(file)
     attempt(path, partial.replace, path)
 
@@ -854,7 +857,7 @@ def check_settings(config):
     if config.out and not config.resume and RANK == 0 and os.path.exists(config.out):
         raise BadInput(f"--out {config.out}: must be a new folder; --resume continues a run")
 
-# What was given is told in a line. Of these, as of all other errors, the place is shown, too.
+# If one of these is behind a BadInput, there may be a bug, and its place is shown, too.
 BUGS = (ArithmeticError, AttributeError, ImportError, LookupError, NameError, TypeError,
         torch.OutOfMemoryError)
 
@@ -877,16 +880,19 @@ def main(argv=None, **defaults):
         wrapper = Wrapper.from_pretrained(config.model, config)
         trainer = GRPOTrainer(config, wrapper, prompts, targets=targets)
         trainer.train()
-    except (Exception, KeyboardInterrupt) as error:
-        is_input = isinstance(error, BadInput)
-        bug = error.__cause__ if is_input else error
-        if isinstance(bug, BUGS) or not isinstance(error, (BadInput, KeyboardInterrupt)):
-            traceback.print_exception(bug)
-        text = str(error) if is_input else repr(error)
-        print(f"{Path(sys.argv[0]).name}: error:", *text.split(), file=sys.stderr)  # on one line
-        if trainer and trainer.started and RANK == 0:
-            print(f"To go on: python grpo.py --resume '{trainer.out}'", file=sys.stderr)
-        sys.exit(2 if is_input else 1)
+    except BaseException as error:  # whatever ends a run, its last line says how to go on
+        begun = trainer and trainer.started
+        how = f"To go on: python grpo.py --resume '{trainer.out}'" if begun else ""
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(f"\nStopped. {how}".rstrip() if RANK == 0 else 1)
+        if isinstance(error, BadInput):
+            if isinstance(error.__cause__, BUGS):
+                traceback.print_exception(error.__cause__)
+            line = " ".join(f"{Path(sys.argv[0]).name}: error: {error}".split())
+            print(*[line, how][:1 + bool(how)], sep="\n", file=sys.stderr)
+            sys.exit(2)
+        error.add_note(how)
+        raise
     if WORLD_SIZE > 1:
         torch.distributed.destroy_process_group()
 

@@ -525,14 +525,24 @@ def test_prompts_that_no_file_can_hold_or_no_model_read_are_refused(tmp_path, pr
     assert not list(tmp_path.iterdir())
 
 def test_two_trainers_never_share_a_new_folder(tmp_path, monkeypatch):
-    """Of two with one --out one log was lost; and two of one second had one name."""
+    """Of two with one --out one log was lost; two of one second had one name; and a start that
+    failed left a folder, which its mended cell was refused."""
     wrapper = make_wrapper()
+    with pytest.raises(grpo.BadInput, match="rewards: must be"):
+        make_trainer(tmp_path / "new", {"bright": print}, wrapper=wrapper)
+    first, second = [make_trainer(tmp_path / "new", wrapper=wrapper, steps=1) for _ in range(2)]
+    assert not list(tmp_path.iterdir())
+    first.train()
+    first.train()  # its steps are done
+    files = read_files(tmp_path)
     with pytest.raises(grpo.BadInput, match="--out.*exists"):
-        make_trainer(tmp_path, wrapper=wrapper)
+        second.train()
+    assert read_files(tmp_path) == files
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(grpo.time, "strftime", lambda name: "now")
-    trainer = grpo.GRPOTrainer(make_config(), wrapper, ["green"])
-    assert trainer.out == tmp_path / f"runs/now-{os.getpid()}"
+    unnamed = [grpo.GRPOTrainer(make_config(), wrapper, ["green"]).out for _ in range(2)]
+    assert [out.parent for out in unnamed] == [tmp_path / "runs"] * 2
+    assert unnamed[0] != unnamed[1]
 
 def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path):
     """Samples in another order were trained in mixed groups, in silence."""
@@ -706,6 +716,7 @@ def test_metrics_by_hand(tmp_path):
 def test_metrics_are_means_over_all_gpus(tmp_path, monkeypatch):
     """They were those of the first process alone."""
     trainer = make_trainer(tmp_path / "run")
+    trainer.out.mkdir()
     other = torch.tensor([3.0, math.nan, 0.5, 1.0], dtype=torch.float64)
     monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda values: values.add_(other))
@@ -719,6 +730,7 @@ def test_metrics_are_means_over_all_gpus(tmp_path, monkeypatch):
 def test_metrics_in_the_console_are_of_each_of_several_rewards(tmp_path, capsys, names, shown):
     """A witness of weight 0 helped nobody who looked there alone; a single one came twice."""
     trainer = make_trainer(tmp_path / "run", {name: (print, 0.0) for name in names})
+    trainer.out.mkdir()
     trainer.log(1, {"reward/a": 3.5, "reward/b": 3.5})
     assert re.findall(r"reward/(\w) +3.5", capsys.readouterr().out) == shown
 
@@ -735,22 +747,45 @@ def test_what_is_written_when(finished):
 def test_rows_are_written_before_the_checkpoint_and_at_once(tmp_path, monkeypatch):
     """After a kill between the two a row was lost; and a pipe showed nothing for hours."""
     trainer = make_trainer(tmp_path / "run", steps=2, save_every=1)
-    write = mock.Mock(wraps=grpo.write_file)
-    monkeypatch.setattr(grpo, "write_file", write)
+    write = grpo.write_file
+    rows = []
+
+    def write_file(path, data):
+        if path.name == "checkpoint.pt":
+            log = path.with_name("metrics.jsonl")
+            rows.append(len(log.read_text().splitlines()) if log.exists() else 0)
+        write(path, data)
+
+    monkeypatch.setattr(grpo, "write_file", write_file)
     sample = trainer.wrapper.sample = mock.Mock(wraps=trainer.wrapper.sample)
     monkeypatch.setattr(grpo.time, "perf_counter", lambda: sample.call_count)
     with mock.patch("builtins.print") as printed:
         trainer.train()
-    names = [call.args[0].name for call in write.call_args_list]
-    logged = [name for name in names if name in ("metrics.jsonl", "checkpoint.pt")]
-    assert logged == ["checkpoint.pt"] + ["metrics.jsonl", "checkpoint.pt"] * 2
+    assert rows == [0, 1, 2]
     assert [call.kwargs["flush"] for call in printed.call_args_list] == [True] * 3
     # A rollout takes a second here: that of a step, and of the pictures of the step before.
     assert [row["seconds"] for row in trainer.history] == [1, 2]
+    assert printed.call_args_list[1].args[-1] == "left 0:00:01"
+
+def test_a_step_of_a_long_run_writes_a_line_and_no_more(tmp_path):
+    """Every step wrote the whole log again, and pickled each row: 28 GB in 10,000 steps."""
+    trainer = make_trainer(tmp_path / "run", steps=20_000)
+    trainer.out.mkdir()
+    with mock.patch("builtins.print"):
+        for step in range(1, 10_001):
+            trainer.log(step, dict(reward=step / 7))
+    with mock.patch.object(grpo, "write_file") as write, mock.patch("builtins.print"):
+        trainer.log(10_001, dict(reward=0.5))
+    assert not write.called
+    assert (trainer.out / "metrics.jsonl").read_text() == trainer.log_text
+    assert rows_of(trainer.out) == [row | dict(seconds=0) for row in trainer.history]
+    trainer.save(10_001)  # the checkpoint holds the log as one text
+    assert load_checkpoint(trainer.out)["history"] == trainer.log_text
 
 def test_metrics_of_nan_are_written_as_valid_json(tmp_path):
     """pandas and jq refused the whole file; and a name may contain NaN."""
     trainer = make_trainer(tmp_path / "run")
+    trainer.out.mkdir()
     odd = dict(loss=math.nan, grad_norm=math.inf, kl=-math.inf)
     trainer.log(1, {"reward": 1.0, "reward/NaN_free": 0.5} | odd)
     text = (tmp_path / "run/metrics.jsonl").read_text()
@@ -760,7 +795,8 @@ def test_metrics_of_nan_are_written_as_valid_json(tmp_path):
 
 def test_the_first_gpu_alone_writes(tmp_path, monkeypatch, capsys):
     """Two processes that write one file tear each other's lines."""
-    monkeypatch.setattr(torch.distributed, "all_reduce", mock.Mock())
+    for name in ("all_reduce", "broadcast_object_list", "barrier", "all_gather_object"):
+        monkeypatch.setattr(torch.distributed, name, mock.Mock())
     with mock.patch.multiple(grpo, RANK=1, WORLD_SIZE=2):
         trainer = make_trainer(tmp_path / "run", steps=2)
         trainer.train()
@@ -780,11 +816,11 @@ def test_resume_is_bit_for_bit_also_after_a_full_disk(finished, tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    for name in ("checkpoint.pt", "adapter_model.safetensors", "metrics.jsonl"):
+    for name in ("checkpoint.pt", "adapter_model.safetensors"):
         trainer = make_trainer(out, num_iterations=2)
         with pytest.raises(grpo.BadInput, match=f"{name}: .*No space"):
             trainer.train()
-        assert len(load_checkpoint(out)["history"]) == 1
+        assert len(load_checkpoint(out)["history"].splitlines()) == 1
     monkeypatch.undo()
     (out / "metrics.jsonl").write_text('{"step": 2, "rew')  # torn
     make_trainer(out).train()
@@ -857,8 +893,9 @@ def test_a_resumed_run_keeps_its_weights_and_takes_what_is_typed(finished, tmp_p
     for name, weight in trainer.lora.weights.items():
         assert torch.equal(weight, first[name])
     trainer.train()
-    resumed = make_trainer(tmp_path / "run", lr=grpo.Config.lr)
-    resumed.train()  # its steps are done
+    resumed = make_trainer(tmp_path / "run", lr=grpo.Config.lr, steps=2)
+    trainer.optimizer.step = resumed.optimizer.step = mock.Mock()  # it moves no weight
+    resumed.train()
     assert resumed.optimizer.param_groups[0]["lr"] == grpo.Config.lr != trainer.config.lr
     for name, weight in resumed.lora.weights.items():
         assert torch.equal(weight, trainer.lora.weights[name])
@@ -1156,18 +1193,17 @@ b = a
     assert grpo.load_rewards("color=0") == {"color": (grpo.reward_color, 0.0)}  # only watched
 
 @pytest.mark.parametrize("text", [
-    "color=1,color=2", "a/r.py:f,b/r.py:f", "a/r.py:f,b/r.py:g", "json.py:f", "missing.py:f",
-    "text.txt:f", "a/r.py:missing", "a/r.py:number", "color=much", "color=", "color=nan",
+    "color=1,color=2", "a/r.py:f,b/r.py:f", "missing.py:f", "a/r:f", "a:f", "text.txt:f",
+    "a/r.py:missing", "a/r.py:number", "color=much", "color=", "color=nan",
     "x,y.py:f", "other", "", "color,"])
 def test_names_of_rewards_are_what_they_say_or_refused(modules, text):
-    """The second of one name took the first's place; another module that of a file; in silence."""
-    for name in ("a/r", "b/r", "json"):
+    """The second of one name took the first's place, in silence."""
+    for name in ("a/r", "b/r"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(f"{name}.py").write_text("number = 7\ndef f(*_): return range(4)\ng = f\n")
     Path("text.txt").write_text("def f(*_): return range(4)\n")
-    with pytest.raises(grpo.BadInput):
-        rewards = grpo.load_rewards(text)
-        grpo.try_rewards(rewards, ["red"], [None], make_config())
+    with pytest.raises(grpo.BadInput, match="--reward"):
+        grpo.load_rewards(text)
 
 def test_a_rewards_file_is_a_module_for_pools_and_neighbours(modules):
     """A pool could not pickle its function nor its class; a file beside it was not found."""
@@ -1189,16 +1225,6 @@ def test_a_rewards_file_or_wrapper_that_ends_the_program_is_told(refused, flags)
     """It parsed the program's own flags, and training ended with exit code 0."""
     Path("ends.py").write_text("import sys\nsys.exit()\n")
     assert "ends.py" in refused(f"{flags} --out run")
-
-def test_rewards_are_tried_with_pictures_that_differ():
-    """Some divide by the spread of their scores: NaN, if all pictures were equal."""
-    def f(images, prompts, targets):
-        assert len(images) == len(prompts) == len(targets) == 8 * 4
-        assert images[0].size == (64, 128)
-        grays = np.array([image.getpixel((0, 0))[0] for image in images]).reshape(8, 4)
-        return (grays / grays.std(1, keepdims=True)).flatten()
-
-    grpo.try_rewards({"f": (f, 1.0)}, ["red"] * 9, [None] * 9, make_config())
 
 # --- The command line: more of it, in processes, is in .ci/test_command.py ------------------------
 def test_threads_are_told_not_to_spin_on_before_torch_is_imported(tmp_path):
@@ -1247,12 +1273,9 @@ def test_settings_that_would_waste_hours_are_refused(name, value):
         grpo.check_settings(make_config(**{name: value}))
 
 def test_settings_may_be_at_their_limits():
-    """0 and 1 are welcome for fractions; and each GPU must have as many prompts."""
+    """0 and 1 are welcome for fractions."""
     zeros = dict.fromkeys("kl_coef lr clip_range guidance top_k seed".split(), 0)
     grpo.check_settings(make_config(**zeros, temperature=1, top_p=1, max_grad_norm=1))
-    with mock.patch.object(grpo, "WORLD_SIZE", 2):
-        with pytest.raises(grpo.BadInput, match="--batch_size .* 2"):
-            grpo.check_settings(make_config(batch_size=3))
 
 def test_a_run_of_a_wrapper_of_ones_own_is_resumed_anywhere(command, tmp_path, monkeypatch):
     """It could be trained, and nothing else: --resume looked for its model on the hub."""
@@ -1275,7 +1298,7 @@ def bright(images, prompts, targets):
     flags = "--wrapper mine.py:Mine --reward mine.py:bright=.5 "
     code, printed, error = command(flags + "--out whole")
     assert (code, error) == (0, "")
-    assert re.findall("run: (.*)", printed) == ["None"] + [f"{tmp_path}/whole"] * 2
+    assert re.findall("run: (.*)", printed) == [f"{tmp_path}/whole"] * 2
     assert "zai-org" not in printed  # a hint for who trains the tiny GLM-Image
     assert "wandb" not in sys.modules
     assert command(flags + "--out run --steps 1")[0] == 0
