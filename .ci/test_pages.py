@@ -293,7 +293,7 @@ def test_contrast_is_its_definition(apply):
     new = (old + 0.3 * torch.randn(3, 50)).requires_grad_()
     A = torch.tensor([1.0, -2.0, 0.5])
     weights = changed.weigh_tokens(old, negative)
-    torch.testing.assert_close(weights, weigh_by_hand(old, negative))
+    torch.testing.assert_close(weights, weigh_by_hand(old, negative).float())
     assert weights.sort(1).values[:, -20:].sum(1) / 50 == pytest.approx([0.8] * 3, abs=0.01)
     losses = []
     for each in (weights, torch.ones(3, 50)):
@@ -303,9 +303,9 @@ def test_contrast_is_its_definition(apply):
     with mock.patch.object(torch.Tensor, "item", lambda self: self):  # metrics keep their gradients
         loss = changed.compute_grpo_loss(new, old, A[:, None] * weights, 0.2)[0]
     gradients = [torch.autograd.grad(each, new)[0] for each in (loss, *losses)]
-    torch.testing.assert_close(loss, losses[0])
-    torch.testing.assert_close(gradients[0], gradients[1])
-    assert not torch.allclose(gradients[0], gradients[2], rtol=0.1)
+    for ours, by_hand, unweighed in ((loss, *losses), gradients):
+        torch.testing.assert_close(ours, by_hand)
+        assert not torch.allclose(ours, unweighed, rtol=1e-3)
 
 @pytest.mark.parametrize("size", [8, 3])
 def test_contrast_in_the_trainer(apply, tmp_path, size):

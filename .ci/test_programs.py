@@ -9,7 +9,7 @@ from examples import measure
 
 PARTS = {"alarms", "choose", "follow", "pictures", "runs"}  # a reward, and what programs share
 PROGRAMS = sorted({path.stem for path in (ROOT / "examples").glob("[a-z]*.py")} - PARTS)
-MAKERS = sorted([f"make.{path.stem}" for path in (ROOT / "examples/make").glob("*.py")])
+MAKERS = sorted([f"{path.parent.name}.{path.stem}" for path in (ROOT / "examples").glob("[em]*/*.py")])
 
 @pytest.mark.parametrize("name", PROGRAMS + MAKERS)
 def test_help(name, run, tmp_path):
