@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import transformers
 
 from examples import janus, measure
-from examples.make import janus as small_janus, tiny
+from examples.make import small_janus, tiny
 from examples.measure import print_head, print_row
 
 RATES = [1e-6, 1e-5, 5e-5, 2e-4]
