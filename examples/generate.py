@@ -7,11 +7,12 @@
     python -m examples.generate runs/edits --source fox.png --prompt "make it snow"
     python -m examples.generate runs/mine --prompt "a red fox" --change
 
-The folder --out gets sheet.png, with a row for each prompt, and the single pictures. Equal seeds
-give equal pictures, so that adapters can be compared; evaluate.py does that. With --change, a map
-beside each picture shows where training made its codes likelier (red) or less likely (blue).
+A folder gets sheet.png, with a row for each prompt, and the single pictures: --out or, in that of
+the run, pictures, then pictures2, and so on. Equal seeds give equal pictures, so that adapters can
+be compared; evaluate.py does that. With --change, a map beside each picture shows where training
+made its codes likelier (pink) or less likely (teal).
 """
-import argparse, functools, os, sys
+import argparse, functools, math, os, sys
 from pathlib import Path
 
 def parse_args():
@@ -31,7 +32,7 @@ def parse_args():
     add("--width", type=int, help="default: as in the run")
     add("--height", type=int, help="default: as in the run")
     add("--change", action="store_true", help="draw a map of log pi_new - log pi_base, too")
-    add("--out", type=Path, default="pictures", help="new folder; default: %(default)s")
+    add("--out", type=Path, help="new folder; default: pictures in that of the run, or here")
     if len(sys.argv) == 1:
         parser.print_help()
         parser.exit()
@@ -39,6 +40,7 @@ def parse_args():
 
 if __name__ == "__main__":
     ARGS = parse_args()  # before the imports, which take seconds
+    os.environ |= dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")  # it runs alone, also in a pod
 
 import torch
 from PIL import Image
@@ -48,7 +50,8 @@ import grpo
 from examples.edit import Edit, open_source
 from examples.pictures import save_film
 from examples.runs import (
-    LIMIT, check_prompts, draw, fail, load_weights, name_step, open_run, pick_painted)
+    LIMIT, check_prompts, draw, find_home, is_editor, load_weights, name_step, open_run,
+    pick_painted, report, take_number)
 
 # --- What training changed ----------------------------------------------------
 @torch.no_grad()
@@ -57,6 +60,7 @@ def compute_change(wrapper, lora, rollout):
     KL(new, base), the `kl` of the log."""
     if rollout.tokens.is_floating_point():
         raise grpo.BadInput("--change: this model draws latents, not codes")
+    find_grid(wrapper, pick_painted(wrapper, rollout.tokens).shape[1])  # refuses what has no map
     size = wrapper.config.micro_batch_size
     parts = [rollout.part(slice(i, i + size)) for i in range(0, len(rollout.tokens), size)]
     logprobs = []
@@ -65,15 +69,32 @@ def compute_change(wrapper, lora, rollout):
     lora.enabled = True
     return logprobs[0] - logprobs[1]
 
-def draw_map(values, limit, size):
-    """A value for each code, row by row -> PIL image: white at 0, red at limit, blue at -limit."""
-    width, height = size
-    rows = round((len(values) * height / width) ** 0.5)
-    if len(values) % rows:
-        raise grpo.BadInput(f"--change: {len(values)} tokens are no grid of {width} x {height}")
-    x = (values.view(rows, -1) / (limit or 1)).clamp(-1, 1)
-    pixels = torch.stack([1 + x.clamp(max=0), 1 - x.abs(), 1 - x.clamp(min=0)], 2)
-    return Image.fromarray((255 * pixels).byte().numpy()).resize(size, Image.NEAREST)
+def find_grid(wrapper, count):
+    """-> rows and columns of the codes of a picture. A wrapper may have them as its `grid`;
+    otherwise the codes are square, or the grid is, and where both may be, a guess would mislead."""
+    width, height = wrapper.config.width, wrapper.config.height
+    if isinstance(wrapper, grpo.GLMImageWrapper):
+        return height // 32, width // 32
+    square = math.isqrt(count)
+    rows = math.isqrt(count * height // width)
+    grids = {(square, square)} if square**2 == count else set()
+    if rows and rows**2 * width == count * height and count % rows == 0:
+        grids.add((rows, count // rows))
+    found = getattr(wrapper, "grid", None) or (grids.pop() if len(grids) == 1 else None)
+    if found is None or math.prod(found) != count:
+        raise grpo.BadInput(f"--change: how do {count} codes lie in {width} x {height} pixels? "
+                            "The wrapper must have grid = rows, columns")
+    return found
+
+# Colours that few pictures have, and that colour-blind people can tell apart.
+LIKELIER = torch.tensor([208, 28, 139]) / 255  # pink
+LESS_LIKELY = torch.tensor([1, 133, 113]) / 255  # teal
+
+def draw_map(values, limit, grid, size):
+    """A value for each code, row by row -> PIL image: white at 0, pink at limit, teal at -limit."""
+    x = (values.view(*grid, 1) / (limit or 1)).clamp(-1, 1)
+    pixels = 1 - x.clamp(min=0) * (1 - LIKELIER) + x.clamp(max=0) * (1 - LESS_LIKELY)
+    return Image.fromarray((255 * pixels).round().byte().numpy()).resize(size, Image.NEAREST)
 
 # --- The command --------------------------------------------------------------
 def choose_step(path, weights, step):
@@ -95,7 +116,7 @@ def read_prompts(args, run):
         raise grpo.BadInput(
             f"--prompt or --prompts says what to draw, --samples how often, 1 to {LIMIT}")
     if args.source:
-        if "EditWrapper" not in [base.__name__ for base in run.Wrapper.__mro__]:
+        if not is_editor(run):
             raise grpo.BadInput("--source: the run is none of edit.py")
         grpo.attempt(f"--source {args.source}", open_source, args.source)
         prompts = [Edit(prompt, args.source) for prompt in prompts]
@@ -103,30 +124,46 @@ def read_prompts(args, run):
 
 def prepare(args):
     """All input is checked before a model is loaded -> prompts, run, its step or None."""
-    if args.out.exists():
-        raise grpo.BadInput(f"--out {args.out}: exists already; choose another folder")
-    there = next(folder for folder in args.out.absolute().parents if folder.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise grpo.BadInput(f"--out {args.out}: nothing can be written to {there}")
     if not 0 <= args.seed <= 2**40:
         raise grpo.BadInput(f"--seed: must be 0 to 2**40, and is {args.seed}")
     if args.change and not args.adapter:
         raise grpo.BadInput("--change: type the folder of a run or of an adapter")
     if not (args.adapter or args.model or args.wrapper):
         raise grpo.BadInput("type the folder of a run or of an adapter, or --model")
+    if args.out and args.out.exists():
+        raise grpo.BadInput(f"--out {args.out}: exists already; choose another folder")
     run = open_run(args.adapter, model=args.model, wrapper=args.wrapper,
                    width=args.width, height=args.height)
+    out = args.out.absolute() if args.out else find_home(run) / "pictures"
+    there = next(folder for folder in out.parents if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise grpo.BadInput(f"--out {args.out or out}: nothing can be written to {there}")
     step = choose_step(args.adapter, run.weights, args.step) if args.adapter else None
     return read_prompts(args, run), run, step
 
-def add_maps(rows, changes, prompts, out):
-    """Saves a map for each picture -> rows in which it follows the picture. All have one scale."""
-    limit = torch.cat(changes).abs().quantile(0.95).item()  # rare codes would make the rest pale
-    print(f"log pi_new - log pi_base of the codes: blue {-limit:.3g}, white 0, red {limit:+.3g}")
-    paired = []
-    for i, (images, change, prompt) in enumerate(zip(rows, changes, prompts)):
-        print(f"  {change.mean().item():+.4f} on average: {prompt}")
-        maps = [draw_map(values, limit, image.size) for values, image in zip(change, images)]
+def make_folder(out, run):
+    """-> --out, or a new folder of the run's: pictures, or else pictures2, pictures3, .."""
+    if out is None:
+        home = find_home(run)
+        number, _ = take_number(lambda number: (home / f"pictures{number}").mkdir())
+        return home / f"pictures{number}"
+    out.mkdir(parents=True)
+    return out.absolute()
+
+def add_maps(rows, changes, prompts, wrapper, out):
+    """Saves a map for each picture -> rows in which it follows the picture, below a heading. All
+    maps have one scale."""
+    for change, prompt in zip(changes, prompts):
+        print(f"  {change.mean().item():+.4f} for each token, on average: {prompt}")
+    painted = [pick_painted(wrapper, change) for change in changes]
+    grid = find_grid(wrapper, painted[0].shape[1])
+    limit = torch.cat(painted).abs().quantile(0.95).item()  # rare codes would make the rest pale
+    scale = f"teal {-limit:.3g}, white 0, pink {limit:+.3g}"
+    print(f"log pi_new - log pi_base of the codes that are painted: {scale}")
+    paired = [["", *["drawn", f"likelier now, or less likely: {scale}"] * len(rows[0])]]
+    for i, (images, change) in enumerate(zip(rows, painted)):
+        maps = [draw_map(values, limit, grid, image.size)
+                for values, image in zip(change, images)]
         for j, picture in enumerate(maps):
             picture.save(out / f"{i:03}_{j}_change.png")
         paired.append([cell for pair in zip(images, maps) for cell in pair])
@@ -139,30 +176,32 @@ def generate(args):
     lora = load_weights(wrapper, run.weights[step]) if args.adapter else None
     what = args.adapter or run.config.model
     print(what if step is None else f"{what}: {name_step(run, step)}", flush=True)
-    args.out.mkdir(parents=True)
     seeds = [args.seed + i for i in range(len(prompts))]
     rows = []
     changes = []
+    out = None
     examine = functools.partial(compute_change, wrapper, lora) if args.change else None
     for i, (_, images, change) in enumerate(draw(wrapper, prompts, args.samples, seeds, examine)):
+        out = out or make_folder(args.out, run)
         for j, image in enumerate(images):
-            image.save(args.out / f"{i:03}_{j}.png")
+            image.save(out / f"{i:03}_{j}.png")
         rows.append(images)
-        if args.change:
-            changes.append(pick_painted(wrapper, change))
+        changes.append(change)
+    sheet = [[prompt, grpo.open_image(prompt.source)] if hasattr(prompt, "source") else [prompt]
+             for prompt in prompts]
     if args.change:
-        rows = add_maps(rows, changes, prompts, args.out)
-    for row, prompt in zip(rows, prompts):
-        row[:0] = [prompt, open_source(prompt.source)] if hasattr(prompt, "source") else [prompt]
-    save_film(args.out / "sheet.png", rows, columns=max(map(len, rows)))
-    print(f"{len(prompts)} prompt(s) at {run.config.width} x {run.config.height}, "
-          f"files: {args.out.absolute()}")
+        heading, *rows = add_maps(rows, changes, prompts, wrapper, out)
+        sheet.insert(0, [""] * (len(sheet[0]) - 1))
+        rows.insert(0, heading)
+    sheet = [[*texts, *row] for texts, row in zip(sheet, rows)]
+    save_film(out / "sheet.png", sheet, columns=max(map(len, sheet)))
+    print(f"{len(prompts)} prompt(s) at {run.config.width} x {run.config.height}, files: {out}")
 
 def main(args):
     try:
         generate(args)
     except grpo.BadInput as error:
-        fail(error)
+        report(error)
 
 if __name__ == "__main__":
     main(ARGS)

@@ -75,7 +75,8 @@ def draw_text(draw, place, text, size, width, columns, lines, align="left"):
 
 # --- Pictures ---------------------------------------------------------------
 def save_film(path, rows, columns=9):
-    """A grid of cells of 200 x 200; a row is a list of texts and PIL images."""
+    """A grid of cells of 200 x 200; a row is a list of texts, PIL images, and pairs of an image and
+    a short text below it."""
     rows = [row[:columns] for row in rows]
     texts = [cell for row in rows for cell in row if isinstance(cell, str)]
     shown = replace_unreadable(path, texts)
@@ -83,7 +84,11 @@ def save_film(path, rows, columns=9):
     draw = ImageDraw.Draw(film)
     for y, row in enumerate(rows):
         for x, cell in enumerate(row):
-            if not isinstance(cell, str):
+            if isinstance(cell, tuple):
+                image, below = cell
+                film.paste(ImageOps.contain(image, (168, 168)), (200 * x + 16, 200 * y + 4))
+                draw.text((200 * x + 100, 200 * y + 186), below, "black", load_font("", 18), "mm")
+            elif not isinstance(cell, str):
                 film.paste(ImageOps.contain(cell, (192, 192)), (200 * x + 4, 200 * y + 4))
             elif cell:
                 middle = (200 * x + 100, 200 * y + 100)

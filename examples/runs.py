@@ -1,7 +1,7 @@
 """What opens a run. A program knows a run by its folder, which has its settings, wrapper, prompts and
 weights; those that draw from it or measure it take all of that from here.
 """
-import json, re, sys, typing
+import dataclasses, itertools, json, os, re, sys, traceback, typing
 from pathlib import Path
 
 import torch
@@ -9,14 +9,18 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
+from examples.follow import fail
 
-def fail(message):
-    """Ends the program with one line, which names it."""
-    print(f"{Path(sys.argv[0]).name}: error:", *str(message).split(), file=sys.stderr)
-    sys.exit(2)
+def report(error):
+    """Ends a program that was given something wrong, with one line; a bug in somebody's wrapper or
+    reward is shown with its place, as grpo.py does."""
+    if isinstance(error.__cause__, grpo.BUGS):
+        traceback.print_exception(error.__cause__)
+    fail(error)
 
 class Run(typing.NamedTuple):
     path: str  # as it was typed
+    folder: Path  # None for a model, and for an adapter that lies in no run
     config: grpo.Config  # config.prompts is the file with the run's own prompts
     Wrapper: type
     load_prompts: typing.Callable
@@ -27,23 +31,44 @@ def open_run(path=None, **typed):
     without any -> Run. Settings that are typed, and not None, override those of the run; --model
     and --wrapper say where its files lie now, if they have moved."""
     flags = [f"--{name}={value}" for name, value in typed.items() if value is not None]
-    folder = path and Path(path).absolute()
+    folder = Path(path).absolute() if path else None
     weights = {}
     if path and (folder / "adapter_config.json").is_file():
         weights = {None: folder}
-        folder = folder.parent
+        folder = folder.parent if (folder.parent / "config.json").is_file() else None
     elif path and (folder / "config.json").is_file():
         weights = find_weights(folder)
     elif path:
         raise grpo.BadInput(f"{path}: is no folder of a run, nor of an adapter")
-    if path and (folder / "config.json").is_file():
+    if folder:
         flags.append(f"--resume={folder}")
-    elif path and not typed.get("model"):
-        flags.append(f"--model={read_adapter_config(weights[None], 'base_model_name_or_path')}")
+    elif path:
+        flags += name_model(weights[None], **typed)
     config = grpo.parse_args(flags)
-    Wrapper = grpo.load_wrapper(config.wrapper)
+    Wrapper = grpo.import_name(config.wrapper)
     load_prompts = getattr(Wrapper, "load_prompts", grpo.load_prompts)
-    return Run(path, config, Wrapper, load_prompts, weights)
+    return Run(path, folder, config, Wrapper, load_prompts, weights)
+
+def name_model(adapter, model=None, wrapper=None, **_):
+    """-> flags for an adapter that lies in no run: it knows its model, but no wrapper."""
+    layers = read_adapter_config(adapter, "target_modules")
+    if wrapper is None and layers != grpo.GLMImageWrapper.lora_layers:
+        raise grpo.BadInput(f"{adapter}: is of another model than GLM-Image; type --wrapper")
+    return [] if model else [
+        f"--model={read_adapter_config(adapter, 'base_model_name_or_path')}"]
+
+def find_home(run):
+    """-> where its files go: the run's folder or, without one or on a read-only disk, here."""
+    return run.folder if run.folder and os.access(run.folder, os.W_OK) else Path().absolute()
+
+def take_number(create):
+    """Calls create(""), create(2), create(3), .. until the file is not there already: what was
+    written before is kept, also by two programs that end at once -> number, what it created."""
+    for number in itertools.chain([""], itertools.count(2)):
+        try:
+            return number, create(number)
+        except FileExistsError:
+            pass
 
 def find_weights(run):
     """-> {step: folder of the adapter}, and the checkpoint's weights if they are newer. Copies and
@@ -64,7 +89,8 @@ def find_weights(run):
 def read_checkpoint(path):
     """-> its step, the weights. `mmap` reads what is used, also after training wrote a new file."""
     state = torch.load(path, "cpu", weights_only=True, mmap=True)
-    return len(state["history"]), state["adapter"]
+    history = state["history"]  # a line of JSON for each step, or their list
+    return len(history.splitlines() if isinstance(history, str) else history), state["adapter"]
 
 def name_step(run, step):
     return f"step {step}" + ", from checkpoint.pt" * isinstance(run.weights[step], dict)
@@ -117,3 +143,47 @@ def pick_painted(wrapper, values):
     if isinstance(wrapper, grpo.GLMImageWrapper):
         return values[:, -(wrapper.config.height // 32 * (wrapper.config.width // 32)):]
     return values
+
+def is_editor(run):
+    """Whether its prompts need sources. Where edit.py was imported from does not matter."""
+    return "EditWrapper" in [base.__name__ for base in run.Wrapper.__mro__]
+
+# --- Adapters of several runs -------------------------------------------------
+def choose_steps(paths, steps, **typed):
+    """-> {label: (run, step)}. Of one run all steps, of several the last of each, or `steps`."""
+    chosen = {}
+    for path in paths:
+        run = open_run(path, **typed)
+        there = [*run.weights]
+        if there == [None]:  # the path is that of an adapter
+            chosen[path] = run, None
+            continue
+        wanted = steps or (there if len(paths) == 1 else there[-1:])
+        if not wanted or not {*wanted} <= {*there}:
+            raise grpo.BadInput(f"{path}: only has weights of steps {there}")
+        for step in wanted:
+            name = name_step(run, step)
+            chosen[name if len(paths) == 1 else f"{path}, {name}"] = run, step
+    return chosen
+
+PICTURE = "width height temperature top_k top_p decode_steps guidance".split()  # make a picture
+
+def take_settings(config, first):
+    """-> the Config of a run, but with all of the first run's that is about drawing."""
+    names = [*PICTURE, "group_size", "micro_batch_size", "offload"]
+    return dataclasses.replace(config, **{name: getattr(first, name) for name in names})
+
+def tell_differences(runs):
+    """-> a sentence on the settings that other runs than the first had, or None."""
+    first, *others = runs
+    told = []
+    for run in others:
+        flags = []
+        for name in PICTURE:
+            flag = "--" + name.replace("_", "-")
+            value = getattr(run.config, name)
+            if value != getattr(first.config, name):
+                flags.append(f"no {flag}" if value is None else f"{flag} {value}")
+        if flags and run.config.resume:  # an adapter outside of a run has no settings
+            told.append(f"{run.path} had {', '.join(flags)}")
+    return f"{'; '.join(told)}; all are drawn with those of {first.path}" if told else None
