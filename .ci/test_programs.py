@@ -9,7 +9,7 @@ from examples import measure
 
 PROGRAMS = sorted([path.stem for path in (ROOT / "examples").glob("*.py")
                    if "\nif __name__" in path.read_text() and path.stem != "choose"])  # which is a reward
-MAKERS = sorted([f"make.{path.stem}" for path in (ROOT / "examples/make").glob("*.py")])
+MAKERS = sorted([f"{path.parent.name}.{path.stem}" for path in (ROOT / "examples").glob("[em]*/*.py")])
 
 @pytest.mark.parametrize("name", PROGRAMS + MAKERS)
 def test_help(name, run, tmp_path):
