@@ -829,7 +829,7 @@ def parse_args(argv=None, **defaults):
         raise BadInput("--resume: a run keeps its --out, --adapter, --batch_size and --prompts, "
                        "which you can change in its prompts.txt")
     if saved:
-        config.prompts = str(path.with_name("prompts.txt"))
+        config.prompts = str(path.with_name("prompts.txt").absolute())
         if typed.prompts and RANK == 0:
             print(f"prompts: those of {config.prompts}, where you can change them", flush=True)
     # Paths are saved with the run, which may be resumed in another directory.
@@ -858,8 +858,8 @@ def check_settings(config):
         raise BadInput(f"--out {config.out}: must be a new folder; --resume continues a run")
 
 # If one of these is behind a BadInput, there may be a bug, and its place is shown, too.
-BUGS = (ArithmeticError, AttributeError, ImportError, LookupError, NameError, TypeError,
-        torch.OutOfMemoryError)
+BUGS = (ArithmeticError, AttributeError, ImportError, LookupError, NameError, SyntaxError,
+        TypeError, torch.OutOfMemoryError)
 
 def main(argv=None, **defaults):
     """`defaults` are for programs with settings of their own, such as examples/toy.py."""

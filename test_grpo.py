@@ -244,6 +244,15 @@ def test_the_clip_by_hand(ratio, advantage, clip_range, surrogate, moves):
         loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, clip_frac=float(not moves)))
 
 @algorithm
+@algorithm
+def test_a_ratio_beyond_all_measure_gives_no_nan():
+    """exp(100) is infinite in fp32, and infinity times 0 is NaN: the step was lost."""
+    new = torch.tensor([[100.0, -100.0, 0.5]] * 3, requires_grad=True)
+    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(3, 3), torch.tensor([1.0, -1.0, 0.0]))
+    loss.backward()
+    assert math.isfinite(sum(metrics.values()))
+    assert new.grad.isfinite().all()
+
 def test_the_ratio_is_of_a_token():
     """That of a whole sequence (GSPO) has a loss of -0.866 here, and passed all other tests."""
     new = torch.tensor([[1.5, 0.5]]).log()
@@ -368,6 +377,14 @@ def test_a_reward_without_a_finite_number_for_each_image_is_named(values):
     with pytest.raises(grpo.BadInput, match="--reward broken: must give 2 finite numbers"):
         grpo.compute_rewards(*blank(2), rewards)
 
+def test_a_reward_of_nan_is_told_with_its_picture():
+    """Of 128 values 200 letters were shown, and the NaN was not among them."""
+    values = [0.5] * 128
+    values[77] = math.nan
+    images, prompts, targets = blank(128)
+    with pytest.raises(grpo.BadInput, match="must .* gave nan for image 78, 'prompt 77'"):
+        grpo.compute_rewards(images, prompts, targets, {"f": (lambda *_: values, 1.0)})
+
 def test_each_reward_gets_copies_of_its_own_and_no_graph(tmp_path):
     """One sorted its prompts: the update scored tokens under others; one drew on its targets."""
     Image.new("RGB", (8, 8), "blue").save(tmp_path / "t.png")
@@ -411,6 +428,71 @@ def test_lora_by_hand():
     assert torch.allclose(model["a"](x), base + 2 * (x @ A.T) @ B.T)
     lora.enabled = False
     assert torch.equal(model["a"](x), base)
+
+@pytest.mark.parametrize("step", [5e-5, 2e-4])
+@pytest.mark.parametrize("width, out, bias, rows", [
+    (4096, 4096, True, 4), (4096, 512, True, 300), (13696, 4096, False, 64),
+    (2048, 5632, False, 1)])
+def test_small_updates_are_not_swallowed_in_bf16(step, width, out, bias, rows):
+    """In layers of GLM-Image's AR and DiT and of Janus. Two roundings, of W x and of the sum, give
+    slopes of .1 to .5: most of a first update did nothing."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(width, out, bias, dtype=torch.bfloat16).requires_grad_(False)
+    lora = grpo.LoRA(torch.nn.ModuleDict(dict(a=linear)), "a", rank=32)
+    A, B = lora.weights.values()
+    x = torch.randn(rows, width).bfloat16()
+    with torch.no_grad():
+        base = linear(x)
+        B.copy_(step * torch.randn_like(B).sign())
+        change = (linear(x) - base).float()
+    truth = 2 * x.float() @ A.bfloat16().float().T @ B.bfloat16().float().T
+    slope = (change * truth).sum() / truth.square().sum()
+    error = ((change - truth).square().mean() / truth.square().sum()).sqrt()
+    assert abs(slope - 1) < 0.05 + 3 * error, f"{slope:.3f} +- {error:.3f}"
+    assert error < 0.06
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_gradients_of_lora_are_those_of_its_formula(bias, checkpointing):
+    """The product is made in place, and without activations: autograd must see through both."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(70, 90, bias), torch.nn.Linear(90, 50, bias))
+    lora = perturb(grpo.LoRA(layers.double().requires_grad_(False), "[01]", rank=32))
+    x = torch.randn(3, 5, 70, dtype=torch.float64, requires_grad=True)
+
+    def run(x):
+        return layers(x).sin()
+
+    checkpoint = torch.utils.checkpoint.checkpoint
+    output = checkpoint(run, x, use_reentrant=False) if checkpointing else run(x)
+    weights = [x, *lora.weights.values()]
+    got = torch.autograd.grad(output.square().sum(), weights)
+    hidden = x
+    for linear, (A, B) in lora.pairs.items():
+        hidden = F.linear(hidden, linear.weight + 2 * B.double() @ A.double(), linear.bias)
+    wanted = torch.autograd.grad(hidden.sin().square().sum(), weights)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+@pytest.mark.parametrize("change", [
+    lambda lora, other: lora.load(other.weights),
+    lambda lora, other: [weight.add_(1) for weight in lora.weights.values()],
+    lambda lora, other: torch.optim.AdamW(lora.weights.values(), lr=1.0).step()])
+def test_the_sampler_draws_with_the_weights_that_there_are(change):
+    """It keeps copies in bf16, as each token needs them: not those of the last step."""
+    lora = make_lora("a", "b")
+    other = make_lora("a", "b")
+    torch.nn.init.ones_(list(other.weights.values())[0])
+    linear = list(lora.pairs)[0].bfloat16()
+    x = torch.ones(7, 3, dtype=torch.bfloat16)
+    for weight in lora.weights.values():
+        weight.grad = torch.ones_like(weight)
+    with torch.no_grad():
+        before = linear(x)
+        change(lora, other)
+        after = linear(x)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, linear(x))  # with gradients, nothing is kept
+    assert not lora.copies
 
 def test_saved_adapters_are_loaded_as_they_were(tmp_path):
     """`weight.data = saved` trained in bf16 what a bf16 file held, and on the CPU."""
@@ -558,6 +640,56 @@ def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path):
         with pytest.raises(grpo.BadInput, match=f"--wrapper: .*{told}"):
             make_trainer(tmp_path / told, wrapper=wrapper("toy", make_config())).train()
 
+class WithMissing(Toy):
+    """Its second layer is called as a function of its weights, as in nn.MultiheadAttention."""
+    lora_layers = "[15]"
+
+    def __init__(self, path, config):
+        super().__init__(path, config)
+        self.policy.append(torch.nn.Linear(8, 8).requires_grad_(False))
+
+    def compute_all_logprobs(self, prompts):
+        logits = self.policy[:5](self.encode(prompts))
+        return F.linear(logits, self.policy[5].weight).log_softmax(2)
+
+class Only(WithMissing):
+    lora_layers = "5"
+
+@pytest.mark.parametrize("Wrapper", [WithMissing, Only])
+def test_a_layer_that_takes_no_part_is_named(tmp_path, Wrapper):
+    """It trained nothing there, in silence; or "element 0 of tensors does not require grad"."""
+    trainer = make_trainer(tmp_path / "run", wrapper=Wrapper("toy", make_config()))
+    with pytest.raises(grpo.BadInput, match="--wrapper: its lora_layers .*5.lora_A"):
+        trainer.train()
+
+class Adds(Toy):
+    @staticmethod
+    def load_prompts(path):
+        prompts, targets = grpo.load_prompts(path)
+        return [f"A photo of {prompt}" for prompt in prompts], targets
+
+class Skips(Toy):
+    @staticmethod
+    def load_prompts(path):
+        prompts, targets = grpo.load_prompts(path)
+        return prompts[::2], targets[::2]
+
+class Lines(Toy):
+    @staticmethod
+    def load_prompts(path):
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        return [row["prompt"] for row in rows], [None] * len(rows)
+
+@pytest.mark.parametrize("Wrapper, told", [
+    (Adds, "A photo of a red fox"), (Skips, "3 prompts became 2"), (Lines, "Expecting value")])
+def test_prompts_are_the_same_after_a_resume_or_refused(tmp_path, Wrapper, told):
+    """8 prompts became 4, 2, 1; or a traceback after hours: a wrapper reads what a run writes."""
+    config = make_config(out=str(tmp_path / "run"))
+    prompts = ["a red fox", "some yellow thing here", "green"]
+    with pytest.raises(grpo.BadInput, match=f"--wrapper: its load_prompts .*{told}"):
+        grpo.GRPOTrainer(config, Wrapper("toy", config), prompts)
+    assert not list(tmp_path.iterdir())
+
 @algorithm
 def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     """A reward that reads the prompt must meet the image of that prompt, all the way."""
@@ -629,6 +761,13 @@ def test_the_ratio_is_one_until_the_first_update(tmp_path, top_p):
     assert twice["clip_frac"] > 0
     assert 0 < twice["kl"] < 100
     assert max(once["sampler_gap"], twice["sampler_gap"]) < 1e-5
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kl_begins_at_exactly_0(tmp_path, dtype):
+    """Another kernel for the reference rounds differently: in bf16 a kl of .001, and a pull."""
+    trainer = make_trainer(tmp_path / "run", wrapper=make_wrapper(dtype), kl_coef=0.1)
+    metrics = trainer.train_step(*make_rollout(trainer))
+    assert metrics["kl"] == 0
 
 @pytest.mark.parametrize("kl_coef, passes", [(0.1, 6), (0.0, 4)])
 def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, passes):
@@ -713,6 +852,15 @@ def test_metrics_by_hand(tmp_path):
     metrics = trainer.train_step(rollout, advantages)
     assert metrics["sampler_gap"] == approx(0.1 / rollout.logprobs.numel(), rel=1e-2)
 
+def test_the_learning_rate_rises_over_the_first_steps(tmp_path):
+    """Adam's first updates have full size: they would not wait for --warmup-steps."""
+    trainer = make_trainer(tmp_path / "run", steps=13, warmup_steps=10, lr=3.0)
+    rates = []
+    trainer.optimizer.step = lambda: rates.append(trainer.optimizer.param_groups[0]["lr"])
+    trainer.train()
+    assert rates == approx([0.3 * step for step in range(1, 11)] + [3.0] * 3)
+    assert make_config().warmup_steps == 0 < grpo.Config.warmup_steps
+
 def test_metrics_are_means_over_all_gpus(tmp_path, monkeypatch):
     """They were those of the first process alone."""
     trainer = make_trainer(tmp_path / "run")
@@ -766,6 +914,21 @@ def test_rows_are_written_before_the_checkpoint_and_at_once(tmp_path, monkeypatc
     # A rollout takes a second here: that of a step, and of the pictures of the step before.
     assert [row["seconds"] for row in trainer.history] == [1, 2]
     assert printed.call_args_list[1].args[-1] == "left 0:00:01"
+
+def test_files_reach_the_disk_before_they_take_their_name(tmp_path, monkeypatch):
+    """After a loss of power a checkpoint could have 0 bytes; two that write one file ended in a
+    bare FileNotFoundError."""
+    events = []
+    for owner, name in ((os, "fsync"), (Path, "replace")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, call=original, name=name: (
+            events.append((name, (tmp_path / "f.part").stat().st_size)), call(*args))[1])
+    grpo.write_file(tmp_path / "f", b"x" * 5000)
+    assert events == [("fsync", 5000), ("replace", 5000)]
+    monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=FileNotFoundError("gone")))
+    with pytest.raises(grpo.BadInput, match="/f: gone"):
+        grpo.write_file(tmp_path / "f", b"y")
+    assert (tmp_path / "f").read_bytes() == b"x" * 5000
 
 def test_a_step_of_a_long_run_writes_a_line_and_no_more(tmp_path):
     """Every step wrote the whole log again, and pickled each row: 28 GB in 10,000 steps."""
@@ -1220,6 +1383,39 @@ def f(images, prompts, targets):
     total, _ = grpo.compute_rewards(*blank(2), grpo.load_rewards("pooled.py:f"))
     assert total.tolist() == [8, 8]
 
+def test_files_of_rewards_hide_nothing_and_are_hidden_by_nothing(modules):
+    """Two of one stem, a toy.py beside examples/toy.py, names of packages and of no module were
+    refused; and a file that imports a package got one of the same name in its folder."""
+    names = ["my/rewards", "your/rewards", "random", "wave", "toy", "reward.v2"]
+    for number, name in enumerate(names):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(f"{name}.py").write_text(f"def f{number}(images, *_): return [{number}] * len(images)")
+    Path("my/imports.py").write_text("import colorsys, wave\ndef g(*_): return wave.open, colorsys")
+    Path("my/colorsys.py").write_text("1 / 0\n")
+    text = ",".join(f"{name}.py:f{number}=1" for number, name in enumerate(names))
+    rewards = grpo.load_rewards(text)
+    total, _ = grpo.compute_rewards(*blank(3), rewards)
+    assert total.tolist() == [sum(range(6))] * 3
+    assert grpo.import_name("my/imports.py:g")()[0] is __import__("wave").open
+    again = grpo.load_rewards(text)
+    assert [again[name][0] is rewards[name][0] for name in rewards] == [True] * 6  # imported once
+
+@pytest.mark.parametrize("code, error", [
+    ("import no_such_package", "ModuleNotFoundError"), ("{}['key']", "KeyError"),
+    ("torch", "NameError"), ("(", "SyntaxError")])
+@pytest.mark.parametrize("flag, name", [("--reward", "f"), ("--wrapper", "F")])
+def test_a_bug_in_a_file_of_ones_own_is_shown_with_its_place(command, code, error, flag, name):
+    """`the model cannot read 'A red fox': 'A red fox'`: one line, and no place."""
+    Path("buggy.py").write_text(f"x = 1\n{code}\n")
+    code, _, printed = command(f"{flag} buggy.py:{name} --out run")
+    *above, last = printed.splitlines()
+    assert code == 2
+    assert re.search(rf"error: {flag} \S*buggy.py:{name}: .*{error}", last)
+    assert any('buggy.py", line 2' in line for line in above)
+    assert not Path("run").exists()
+    Path("buggy.py").write_text(f"def {name}(*_): pass\n")  # mended, it is imported anew
+    assert grpo.import_name(f"buggy.py:{name}")
+
 @pytest.mark.parametrize("flags", ["--reward ends.py:f", "--wrapper ends.py:F"])
 def test_a_rewards_file_or_wrapper_that_ends_the_program_is_told(refused, flags):
     """It parsed the program's own flags, and training ended with exit code 0."""
@@ -1313,6 +1509,101 @@ def bright(images, prompts, targets):
     assert command("--resume ../run --steps 2")[0] == 0
     assert_same_run(tmp_path / "whole", tmp_path / "run")
     assert grpo.parse_args(["--model", "zai-org/GLM-Image"]).model == "zai-org/GLM-Image"
+
+@pytest.mark.parametrize("settings", [
+    dict(stepz=3), dict(steps=2.5), dict(steps=None), dict(offload="never"), dict(lr=[1e-3]),
+    dict(width="wide")])
+def test_settings_of_a_file_are_told_with_their_place(refused, settings):
+    """They blamed a grpo.json that was not there, or a traceback came after a folder was made."""
+    (name, value), = settings.items()
+    Path("mine.py").write_text(f"class Mine:\n    defaults = {settings}\n")
+    Path("model").mkdir()
+    Path("model/grpo.json").write_text(json.dumps(settings))
+    for flags, place in (("--wrapper mine.py:Mine", "mine.py:Mine"),
+                         ("--model model", "model/grpo.json")):
+        error = refused(f"{flags} --out run")
+        assert place in error and name in error, error
+        assert value is None or str(value) in error
+
+def test_a_wrapper_without_a_model_is_not_the_tiny_one(command):
+    """The tiny GLM-Image's grpo.json took the place of its defaults, in silence."""
+    Path("mine.py").write_text("from examples.toy import Toy\nclass Mine(Toy):\n"
+                               "    defaults = dict(lr=0.01, width=64, steps=7)\n")
+    config = grpo.parse_args("--wrapper mine.py:Mine --height 64".split())
+    assert (config.lr, config.width, config.steps) == (0.01, 64, 7)
+    assert config.warmup_steps == grpo.Config.warmup_steps
+    flags = "--wrapper mine.py:Mine --height 64 --steps 1 --group-size 2 --batch-size 2 --out run"
+    assert "zai-org" not in command(flags)[1]
+
+@pytest.mark.parametrize("text, told", [
+    ('{"model": "toy", "wra', "config.json"), ('["steps"]', "config.json"),
+    ('{"stepz": 3}', "config.json: .*stepz"), (None, "config.json")])
+def test_a_folder_that_is_no_run_is_told_in_a_line(refused, text, told):
+    """Tracebacks; and `--resume .` began a new run there."""
+    if text:
+        Path("config.json").write_text(text)
+    assert re.search(told, refused("--resume ."))
+
+def test_a_run_that_is_done_says_what_was_done_and_asked(command, refused, tmp_path):
+    """`20 steps of GRPOTrainer`; and the folder of --out by its absolute path was another one."""
+    assert command(TOY + "--out run")[0] == 0
+    error = refused("--resume run --steps 2")
+    assert re.search("has 3 steps of GRPOTrainer, and 2 of GRPOTrainer are asked for", error)
+    assert command(TOY + f"--out run --resume {tmp_path}/run --steps 4")[0] == 0
+    assert len(rows_of(Path("run"))) == 4
+
+def test_one_command_keeps_prompts_that_were_mended_in_the_folder(command):
+    """A job that types --prompts was started again, and the mended word was lost in silence."""
+    Path("mine.txt").write_text("a grey fox\na red bird\n")
+    flags = TOY + "--prompts mine.txt --out run --resume run --save-every 9 --steps "
+    command(flags + "3")
+    mended = "a blue fox\na red bird\n"
+    Path("run/prompts.txt").write_text(mended)
+    code, printed, _ = command(flags + "4")
+    assert code == 0
+    assert f"prompts: those of {Path('run/prompts.txt').absolute()}" in printed
+    assert Path("run/prompts.txt").read_text() == mended
+
+@pytest.mark.parametrize("reward", ["nan", "1/0"])
+def test_whatever_ends_a_run_its_last_line_says_how_to_go_on(command, reward):
+    """A NaN or a bug of the user's reward ended step 57, and no line said what to do."""
+    Path("mine.py").write_text("from math import nan\nsteps = []\ndef f(images, *_):\n"
+                               "    steps.append(1)\n    value = 1 if len(steps) < 3 else "
+                               f"{reward}\n    return [value] * len(images)\n")
+    line = f"To go on: python grpo.py --resume '{Path('run').absolute()}'"
+    flags = TOY + "--reward mine.py:f --out run"
+    if reward == "nan":
+        code, _, error = command(flags)
+        assert code == 2
+        assert error.splitlines()[-1] == line
+    else:
+        with pytest.raises(ZeroDivisionError) as caught:  # Python prints the note last
+            command(flags)
+        assert caught.value.__notes__ == [line]
+    assert len(rows_of(Path("run"))) == 2
+
+def test_help_shows_each_flag_once(command):
+    """And no `(default: None)`."""
+    code, printed, _ = command("--help")
+    assert code == 0
+    for name in grpo.Config.__dataclass_fields__:
+        assert len(re.findall(rf"^  --{name.replace('_', '-')} ", printed, re.MULTILINE)) == 1, name
+    assert "None" not in printed and "_size " not in printed
+
+def test_processes_of_other_programs_are_none_of_ours(modules, monkeypatch):
+    """WORLD_SIZE=16 of a pod: generate and evaluate refused a --batch-size that they have not."""
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 16)
+    assert grpo.parse_args(["--batch-size", "6"]).batch_size == 6
+    with pytest.raises(SystemExit), mock.patch.object(torch.distributed, "init_process_group"):
+        grpo.main(["--batch-size", "6"])
+    for rank in (0, 3):  # the first process alone asks, and then makes it
+        monkeypatch.setattr(grpo, "RANK", rank)
+        Path("run").mkdir(exist_ok=True)
+        if rank:
+            grpo.parse_args(["--out", "run"])
+        else:
+            with pytest.raises(grpo.BadInput, match="--out"):
+                grpo.parse_args(["--out", "run"])
 
 def test_one_command_begins_a_run_and_goes_on_with_it(command, tmp_path):
     """A job that was started again said "must be a new folder", or began a second run."""
