@@ -309,7 +309,7 @@ def skip_tokens(forward, T):
     shapes = []  # of the logits of each pass
 
     def forward_rarely(*args):
-        skipped = 0 < len(shapes) < T - 3
+        skipped = 0 < len(shapes) % T < T - 3  # of each batch
         logits = torch.zeros(shapes[0], device=grpo.DEVICE) if skipped else forward(*args)
         shapes.append(logits.shape)
         return logits
@@ -389,8 +389,8 @@ JANUS = {  # billions of weights: what differs between the two Janus-Pro
     7: dict(num_hidden_layers=30, hidden_size=4096, intermediate_size=11008,
             num_attention_heads=32)}
 
-def count_janus(Wrapper, billions, num_prompts, size):
-    """As count_step, for groups of 4 and prompts of 64 tokens, all but one of them padded."""
+def count_janus(Wrapper, billions, micro_batch_size):
+    """As count_step, for 8 x 4 images and prompts of 64 tokens, all but one of them padded."""
     width = JANUS[billions]["hidden_size"]
     config = transformers.JanusConfig(
         text_config=dict(JANUS[billions], vocab_size=102400),
@@ -398,10 +398,10 @@ def count_janus(Wrapper, billions, num_prompts, size):
     with META, transformers.modeling_utils.local_torch_dtype(torch.bfloat16):
         model = transformers.JanusForConditionalGeneration(config)
     model.generation_config.pad_token_id = 0
-    settings = grpo.Config(**janus.Janus.defaults, micro_batch_size=size)
+    settings = grpo.Config(**janus.Janus.defaults, micro_batch_size=micro_batch_size)
     with mock.patch.object(grpo, "DEVICE", META):
         wrapper = Wrapper(small_janus.make_processor(), model, settings)
-    prompts = ["red" + " red" * 61] + ["red"] * (num_prompts - 1)
+    prompts = ["red" + " red" * 61] + ["red"] * 7
     return count_step(FakeGPU(wrapper.on_gpu), wrapper, prompts, wrapper.T)
 
 ROWS = [(512, 1, 4, 1), (512, 8, 4, 1), (512, 8, 4, 4), (1024, 8, 4, 1), (1024, 8, 4, 4),
@@ -441,12 +441,12 @@ def measure_sft(args):
         print_row(side, count_vision(side, alone=True), count_sft(side, 1), count_sft(side, 4))
 
 def measure_janus(args):
-    """The table of docs/janus.md: GiB for groups of 4, by prompts at a time, and kernels."""
-    print_head("weights | prompts at a time | micro-batch | sample | decode | update | kernels")
-    for billions, (num_prompts, size) in itertools.product(JANUS, [(8, 4), (4, 4), (1, 1)]):
-        peaks, counts = count_janus(grpo.import_name(args.wrapper), billions, num_prompts, size)
-        print_row(f"{billions} B", num_prompts, size, *[peaks[phase]["off"] for phase in PHASES],
-                  f"{counts['sample']['kernels']:,} a token")
+    """The table of docs/janus.md: GiB for 8 prompts x 4 images, and kernels."""
+    print_head("weights | micro-batch | sample | decode | update | kernels a token | an update")
+    for billions, size in itertools.product(JANUS, (1, 4, 16, 32)):
+        peaks, counts = count_janus(grpo.import_name(args.wrapper), billions, size)
+        kernels = [f"{counts[phase]['kernels']:,}" for phase in ("sample", "update")]
+        print_row(f"{billions} B", size, *[peaks[phase]["off"] for phase in PHASES], *kernels)
 
 # --- A report, and the benchmark ----------------------------------------------
 def clock(function, *args, **kwargs):
