@@ -581,8 +581,9 @@ images = full.decode(["a blue bird"], many.tokens, seeds=[3])
 rewards, _ = grpo.compute_rewards(images, many.prompts, [None] * 64, color)
 of_64, of_8, of_2 = [grpo.compute_advantages(rewards, size) for size in (64, 8, 2)]
 
-# A group of 2 only says which of the two is better, not by how much: one over the root of 2.
-assert torch.allclose(of_2[of_2 != 0].abs(), torch.tensor(0.5).sqrt(), atol=0.01)
+# A group of 2 only says which of the two is better, not by how much: plus or minus the root of 1/2
+# (a little less if the two are so nearly equal that the 1e-6 under the fraction matters).
+assert abs(of_2.abs().median() - 0.5**0.5) < 1e-3 and of_2.abs().max() < 0.7072
 
 # Both are estimates of what a large group would say, and that of 8 is closer.
 assert np.corrcoef(of_64, of_2)[0, 1] < np.corrcoef(of_64, of_8)[0, 1]
