@@ -20,7 +20,8 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import collections, dataclasses, importlib, io, json, math, os, re, sys, time, typing
+import collections, dataclasses, datetime, functools, importlib.util, io, json, math, os, re, sys
+import tempfile, time, traceback, typing
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # threads that spin on stall on a busy CPU
 from pathlib import Path
 import diffusers, safetensors.torch, torch, transformers
@@ -48,6 +49,7 @@ def attempt(what, function, *args, **kwargs):
 TINY_MODEL = str(Path(__file__).resolve().parent / "examples/tiny-glm-image")
 
 def flag(default, text):
+    text += "%(default).0s" * (default is None)  # --help does not say "default: None"
     return transformers.hf_argparser.HfArg(default=default, help=text)
 
 @dataclasses.dataclass
@@ -65,6 +67,7 @@ class Config:
     micro_batch_size: int = flag(4, "images decoded or trained on at a time; fewer save memory")
     num_iterations: int = flag(1, "updates per rollout; 2 costs little, as rollouts take longest")
     lr: float = flag(5e-5, "learning rate of AdamW")
+    warmup_steps: int = flag(10, "steps over which the learning rate rises to --lr")
     clip_range: float = flag(0.2, "how far a ratio may move from 1 before PPO clips it")
     kl_coef: float = flag(0.01, "weight of the KL to the base model; 0 turns it off")
     max_grad_norm: float = flag(1.0, "gradients with a larger norm are scaled down to it")
@@ -127,7 +130,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     towards `ref`.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
-    ratio = (new_logprobs - old_logprobs.detach()).exp()  # [N, T]
+    ratio = (new_logprobs - old_logprobs.detach()).clamp(max=20).exp()  # [N, T], finite
     A = advantages.detach().to(ratio)
     A = A.view(len(ratio), *[1] * (ratio.dim() - 1))  # [N, 1]
     unclipped = ratio * A
@@ -197,10 +200,13 @@ def compute_rewards(images, prompts, targets, rewards):
     for name, (function, weight) in rewards.items():
         values = function([image.copy() for image in images], list(prompts),
                           [target and open_image(target) for target in targets])
-        wrong = f"--reward {name}: must give {len(images)} finite numbers and gave {values!r:.200}"
-        scores = attempt(wrong, torch.as_tensor, values, dtype=torch.float64, device="cpu")
-        if scores.shape != total.shape or not (weight * scores).isfinite().all():
-            raise BadInput(wrong)
+        wrong = f"--reward {name}: must give {len(images)} finite numbers and gave"
+        scores = attempt(f"{wrong} {values!r:.200}", torch.as_tensor, values, dtype=torch.float64,
+                         device="cpu")
+        if scores.shape != total.shape:
+            raise BadInput(f"{wrong} {values!r:.200}")
+        for i in (~(weight * scores).isfinite()).nonzero():
+            raise BadInput(f"{wrong} {scores[i].item()} for image {i.item() + 1}, {prompts[i]!r}")
         metrics[f"reward/{name}"] = scores.mean().item()
         total += weight * scores
     metrics["reward"] = total.mean().item()
@@ -208,16 +214,16 @@ def compute_rewards(images, prompts, targets, rewards):
 
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------
 class LoRA:
-    """W x becomes W x + 2 B A x, where W is frozen, B begins at 0, and 2 is alpha / rank.
-    `layers` is a regex for the names of linear layers. `weights` has the adapters A [rank, in] and
-    B [out, rank] of each, under peft's names. They are fp32: in bf16, 0.02 + 5e-5, a weight and an
-    Adam step, is 0.02."""
+    """W x + b becomes W x + 2 B A x + b, where W and b are frozen, B begins at 0, and 2 is alpha /
+    rank. `layers` is a regex for the names of linear layers. `weights` has the adapters A [rank,
+    in] and B [out, rank] of each, under peft's names. They are fp32: in bf16, 0.02 + 5e-5, a weight
+    and an Adam step, is 0.02."""
     def __init__(self, model, layers, rank):
-        self.model = model
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
         self.enabled = True  # if not, the model is the reference of the KL
         self.weights = {}
         self.pairs = {}  # A and B of each linear layer
+        self.copies = {}  # of A and B in another dtype
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
@@ -231,17 +237,37 @@ class LoRA:
 
     def attach(self):
         """A model has one LoRA at a time: this one takes the place of another trainer's."""
-        for handle in getattr(self.model, "lora_handles", []):
-            handle.remove()
-        self.model.lora_handles = [linear.register_forward_hook(self.add_low_rank)
-                                   for linear in self.pairs]
+        for linear in self.pairs:
+            linear.forward = functools.partial(self.forward, linear)
 
-    def add_low_rank(self, linear, inputs, output):
+    def forward(self, linear, inputs):
+        """In the place of the layer's own. The trap: bf16 has 8 bits. If W x is rounded before 2 B
+        A x is added, and the sum again, what is below half a unit in the last place of W x is lost,
+        always: 93 % of a first update. So 2 B A x comes first. It is small, and its rounding
+        harmless. `addmm_` adds W x to it in fp32, and rounds the sum once: right on average."""
+        rows = inputs.flatten(0, -2)
         if self.enabled:
-            A, B = self.pairs[linear]
-            rows = inputs[0].flatten(0, -2)
-            low = rows @ A.to(output).T
-            output.view(len(rows), -1).addmm_(low, B.to(output).T, alpha=2)  # in place
+            A, B = self.cast(linear, rows.dtype)
+            output = rows @ A.T @ B.T
+        else:  # the same product with zeros, so that the KL begins at exactly 0
+            output = rows.new_zeros(len(rows), linear.out_features)
+        output.addmm_(rows, linear.weight.T, beta=2)
+        if linear.bias is not None:
+            output += linear.bias
+        return output.view(*inputs.shape[:-1], -1)
+
+    def cast(self, linear, dtype):
+        """A and B in the dtype of the model. The sampler needs them at every token, so it keeps
+        copies, until a weight has changed (not by `weight.data`, which hides it) or gradients are
+        on."""
+        A, B = self.pairs[linear]
+        if torch.is_grad_enabled():
+            self.copies.clear()
+            return A.to(dtype), B.to(dtype)
+        key = linear, dtype, A._version, B._version
+        if key not in self.copies:
+            self.copies[key] = A.to(dtype), B.to(dtype)
+        return self.copies[key]
 
     def save(self, folder, base_model):
         """Writes an adapter that peft reads too; `base_model` is a hub id or a folder."""
@@ -250,11 +276,12 @@ class LoRA:
         write_file(folder / "adapter_config.json", config.encode())
         write_file(folder / "adapter_model.safetensors", safetensors.torch.save(self.weights))
 
+    @torch.no_grad()
     def load(self, saved):
         for name, weight in self.weights.items():
             if saved[name].shape != weight.shape or not saved[name].isfinite().all():
                 raise BadInput(f"the adapter's {name} has another shape, or is not finite")
-            weight.data.copy_(saved[name])
+            weight.copy_(saved[name])
 
     def load_folder(self, folder):
         """Reads what `save` wrote. Other programs' adapters may scale or add otherwise."""
@@ -279,14 +306,18 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #   from_pretrained(path, config)  a class method: --model -> a wrapper
 #   policy       a frozen nn.Module; the trainer adds LoRA to it, and trains nothing else
 #   lora_layers  a regex for the names of its linear layers that get LoRA
-#   encode(prompts)  raises an error if the model cannot read one; its result is not used
+#   encode(prompts)  raises a ValueError if the model cannot read one; its result is not used
 #   sample(prompts, group_size, seeds)  step 1: P prompts, a seed for each -> a Rollout of N
 #       samples on the CPU. Equal seeds give equal samples, whatever else is in the batch.
 #   decode(prompts, tokens, seeds)  step 2: P prompts and seeds, tokens of N samples -> N PIL images
 #   compute_logprobs(rollout)  scores the rollout's tokens under the current policy -> log-probs
 #       with a gradient, entropies without, both [B, T] and on DEVICE
-# It may have `defaults`, a dict of its own defaults for the flags, and a static method
-# `load_prompts(path)`, in the place of the function below.
+# Each of these layers must be called as a module, and take part in `compute_logprobs`; its weights
+# and inputs have one dtype. Dropout must be off. `sample` and `decode` turn gradients off. A new
+# trainer of the same model assigns another `config`. The wrapper may have `defaults`, a dict of its
+# own defaults for the flags: without `model` in it, `path` means nothing unless --model is typed.
+# A static method `load_prompts(path)` takes the place of the function below, and must also read
+# the prompts.txt of a run, which has lines `prompt` or `prompt<TAB>target`.
 
 # --- The trainer --------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
@@ -297,8 +328,27 @@ def choose_prompts(step, num_prompts, config):
     places = [divmod(count, num_prompts) for count in counts]
     indices = [np.random.default_rng([config.seed, epoch]).permutation(num_prompts)[place]
                for epoch, place in places]
-    # Seeds 0 to 7 are for `save_samples`. Each --seed has a million of its own from here on.
+    # Those below a million are for `save_samples` and other programs. Each --seed has its own.
     return indices, [1_000_000 * (config.seed + 1) + count for count in counts]
+
+def format_prompts(prompts, targets):
+    """The text of prompts.txt, which `load_prompts` reads."""
+    return "".join(f"{prompt}\t{os.path.abspath(target)}\n" if target else f"{prompt}\n"
+                   for prompt, target in zip(prompts, targets))
+
+def check_prompts(prompts, targets, wrapper):
+    """Refuses those that the model cannot read, or that would change when the run is resumed."""
+    for prompt in prompts:
+        attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])
+    reader = getattr(wrapper, "load_prompts", None)
+    text = format_prompts(prompts, targets if reader else [None] * len(prompts))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "prompts.txt")
+        write_file(path, text.encode())
+        again, _ = attempt("--prompts, when they are resumed", reader or load_prompts, path)
+    if again != prompts:
+        raise BadInput(f"--prompts: {len(prompts)} become {len(again)} when the run is resumed, and"
+                       f" these change: {[*{*prompts} ^ {*again}]!r:.300}")
 
 class GRPOTrainer:
     """Trains the policy of a wrapper. rewards: {name: (function, weight)}, or None for those that
@@ -309,49 +359,65 @@ class GRPOTrainer:
         self.prompts = prompts
         self.rewards = load_rewards(config.reward) if rewards is None else rewards
         self.targets = targets or [None] * len(prompts)
+        attempt("rewards: must be {name: (function, weight)}",
+                lambda: [float(weight) for function, weight in self.rewards.values()])
         if rewards is not None:  # no command can load a notebook's functions: it refuses such names
             config.reward = ",".join(f"{name}()" for name in rewards)
         self.history = []  # one row a step
-        new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.out = Path(config.resume or config.out or new).absolute()
-        for prompt in prompts:
-            if not re.fullmatch(r"[^#\s]([^\t\r\n]*\S)?", prompt):  # prompts.txt would not hold it
-                raise BadInput(f"--prompts: must be a line of text without tabs: {prompt!r}")
-            attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])
+        self.log_text = ""  # the same as lines of JSON: a long list of rows takes a second to save
+        new = [f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9}"]
+        if WORLD_SIZE > 1:
+            torch.distributed.broadcast_object_list(new)  # the first process names the folder
+        self.out = Path(config.resume or config.out or new[0]).absolute()
+        self.started = False
+        check_prompts(prompts, self.targets, wrapper)
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
         if config.adapter and not (self.out / "checkpoint.pt").exists():
             attempt("--adapter", self.lora.load_folder, Path(config.adapter))
         self.optimizer = attempt("--wrapper: do its lora_layers match any?", torch.optim.AdamW,
                                  self.lora.weights.values(), config.lr, weight_decay=0.0)
-        if RANK == 0:  # only one process writes, and two runs never share a folder
-            attempt("--out", self.out.mkdir, parents=True, exist_ok=bool(config.resume))
 
     def start(self):
         """Takes over the model, and goes on from the last checkpoint, if there is one."""
         self.wrapper.config = config = self.config
         self.lora.attach()
+        if RANK == 0:  # only one process writes, and two runs never share a folder
+            may_exist = bool(config.resume or self.started)
+            attempt("--out", self.out.mkdir, parents=True, exist_ok=may_exist)
+        if WORLD_SIZE > 1:
+            torch.distributed.barrier()
         path = self.out / "checkpoint.pt"
         # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
         if path.exists() or (self.out / "metrics.jsonl").exists():
             state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
-            self.history = state["history"]
-            if state["trainer"] != type(self).__name__ or len(self.history) > config.steps:
-                raise BadInput(f"--resume {path}: {len(self.history)} steps of {state['trainer']}")
+            self.log_text = state["history"]
+            self.history = [json.loads(line) for line in self.log_text.splitlines()]
+            done = len(self.history)
+            if state["trainer"] != type(self).__name__ or done > config.steps:
+                raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
+                               f"{config.steps} of {type(self).__name__} are asked for")
             self.lora.load(state["adapter"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.optimizer.param_groups[0]["lr"] = config.lr  # it may be typed again
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
+        if WORLD_SIZE > 1:  # else some would train another model, in silence
+            seen = [None] * WORLD_SIZE
+            torch.distributed.all_gather_object(seen, (self.out.exists(), len(self.history)))
+            if len({*seen}) > 1:
+                raise BadInput(f"--out {self.out}: must be on a disk that all machines share")
+        self.started = True
         if RANK == 0:  # all that is needed to go on, and to know what was trained
-            lines = [f"{prompt}\t{os.path.abspath(target)}\n" if target else f"{prompt}\n"
-                     for prompt, target in zip(self.prompts, self.targets)]
-            write_file(self.out / "prompts.txt", "".join(lines).encode())
+            text = format_prompts(self.prompts, self.targets)
+            write_file(self.out / "prompts.txt", text.encode())
             settings = vars(config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
-            hint = " (the large one: --model zai-org/GLM-Image)" * (config.model == TINY_MODEL)
+            is_tiny = config.model == TINY_MODEL and not config.wrapper
+            hint = " (the large one: --model zai-org/GLM-Image)" * is_tiny
             print(f"model: {config.model} on {DEVICE}{hint}\n"
                   f"files: {self.out}, at step {len(self.history)} of {config.steps}", flush=True)
-            if not self.history:
+            if self.history:
+                write_file(self.out / "metrics.jsonl", self.log_text.encode())
+            else:
                 self.save(0)  # pictures before training
 
     def train(self):
@@ -359,6 +425,9 @@ class GRPOTrainer:
         self.start()
         started = time.perf_counter()
         for step in range(len(self.history) + 1, config.steps + 1):
+            # Adam's first steps have full size, though their direction is hardly known.
+            lr = config.lr * min(1, step / max(1, config.warmup_steps))
+            self.optimizer.param_groups[0]["lr"] = lr
             indices, seeds = choose_prompts(step, len(self.prompts), config)
             prompts = [self.prompts[i] for i in indices]
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
@@ -413,13 +482,17 @@ class GRPOTrainer:
                 # How far the sampler and the trainer disagree: by rounding only, if all is well.
                 metrics["sampler_gap"] = (parts[i].logprobs.to(DEVICE) - old).abs().mean().item()
                 share = len(A) / len(advantages)
-                (loss * share / WORLD_SIZE).backward()
+                if loss.requires_grad:
+                    (loss * share / WORLD_SIZE).backward()
                 totals.update({name: share * value for name, value in metrics.items()})
             totals["grad_norm"] += self.update_weights()
         return {name: total / config.num_iterations for name, total in totals.items()}
 
     def update_weights(self):
         weights = self.lora.weights.values()
+        for name, weight in self.lora.weights.items():
+            if weight.grad is None:
+                raise BadInput(f"--wrapper: its lora_layers match one that takes no part: {name}")
         if WORLD_SIZE > 1:
             for weight in weights:
                 torch.distributed.all_reduce(weight.grad)  # a sum; the losses were divided
@@ -441,18 +514,22 @@ class GRPOTrainer:
         self.history.append(row)
         names = "step reward reward_std loss kl entropy grad_norm sampler_gap seconds".split()
         names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
+        line = re.sub(": (NaN|-?Infinity)", ": null", json.dumps(row)) + "\n"  # JSON has no NaN
+        self.log_text += line
         if RANK == 0:
-            print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row], flush=True)
-            lines = "".join(json.dumps(each) + "\n" for each in self.history)
-            lines = re.sub(": (NaN|-?Infinity)", ": null", lines)  # JSON has no NaN
-            write_file(self.out / "metrics.jsonl", lines.encode())
+            seconds = (self.config.steps - step) * row.get("seconds", 0)
+            left = datetime.timedelta(seconds=round(seconds))
+            print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row], f"left {left}",
+                  flush=True)
+            with attempt(self.out, open, self.out / "metrics.jsonl", "a") as file:
+                file.write(line)
 
     def save(self, step):
         """There is a checkpoint after every step, so that a failure costs at most one."""
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
         file = io.BytesIO()
-        torch.save(dict(trainer=type(self).__name__, history=self.history,
+        torch.save(dict(trainer=type(self).__name__, history=self.log_text,
                         adapter=self.lora.weights, optimizer=self.optimizer.state_dict()), file)
         write_file(self.out / "checkpoint.pt", file.getbuffer())
 
@@ -467,10 +544,13 @@ class GRPOTrainer:
         self.lora.save(self.out / f"adapter_{step:05d}", self.config.model)
 
 def write_file(path, data):
-    """Bytes are written under another name first, so that a kill or a full disk spares the file."""
+    """Bytes are written under another name first, and to the disk itself, so that a kill, a full
+    disk or a loss of power spares the file."""
     partial = path.with_name(f"{path.name}.part")
-    attempt(path, partial.write_bytes, data)
-    partial.replace(path)
+    with attempt(path, open, partial, "wb") as file:
+        attempt(path, file.write, data)
+        os.fsync(file)
+    attempt(path, partial.replace, path)
 
 # --- GLM-Image, the machine room: two halves that take turns on a GPU ---------
 class TwoHalves:
@@ -487,6 +567,11 @@ class TwoHalves:
         # A layer's activations are not kept but computed again in the backward pass. For that,
         # `transformers` wants training mode. There is no dropout.
         policy.activation_checkpointing_enable()
+        for name, norm in self.ar.named_modules():  # one kernel in the place of eight
+            if hasattr(norm, "variance_epsilon"):
+                fused = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)
+                fused.weight = norm.weight
+                self.ar.set_submodule(name, fused)
         # The DiT makes its rotary tables on the CPU, from where each layer would fetch them.
         pipe.transformer.rope.register_forward_hook(
             lambda rope, inputs, tables: tuple(table.to(DEVICE) for table in tables))
@@ -651,24 +736,35 @@ def load_prompts(path):
         raise BadInput(f"--prompts {path}: must be a .txt file with a prompt on each line")
     return prompts, targets
 
-def import_name(text):
-    """file.py:name -> what has this name in the file, which is imported as a module: it can import
-    its neighbours, and processes that it starts find its functions."""
+def import_name(text, flag="--wrapper"):
+    """file.py:name -> what has this name in the file, or GLMImageWrapper for None. The file becomes
+    a module, once: it can import its neighbours, and processes that it starts find its functions.
+    It hides no package: its folder comes last, and its module has a number if the name is taken."""
+    if not text:
+        return GLMImageWrapper
     path, _, name = text.rpartition(":")
     path = Path(path).resolve()
-    sys.path.insert(0, str(path.parent))
-    try:
-        module = importlib.import_module(path.stem)
-    except (ImportError, SystemExit) as error:  # the latter of a script that parses its arguments
-        raise BadInput(f"{text}: importing this file ended with {error!r}") from error
-    found = getattr(module, name, None)
-    if getattr(module, "__file__", None) != str(path) or not callable(found):
-        raise BadInput(f"{text}: no such function or class in {module}, which is what was imported")
+    if path.suffix != ".py" or not path.is_file():
+        raise BadInput(f"{flag} {text}: must be file.py:name, and there is no file {path}")
+    modules = [module for module in [*sys.modules.values()]
+               if getattr(module, "__file__", None) == str(path)]
+    if not modules:
+        sys.path.append(str(path.parent))
+        first = importlib.machinery.PathFinder.find_spec(path.stem)  # None for `reward.v2`
+        is_free = path.stem not in sys.modules and first and first.origin == str(path)
+        key = path.stem if is_free else f"{path.stem}_{len(sys.modules)}"
+        spec = importlib.util.spec_from_file_location(key, path)
+        modules = [importlib.util.module_from_spec(spec)]
+        sys.modules[key] = modules[0]
+        try:
+            spec.loader.exec_module(modules[0])
+        except (Exception, SystemExit) as error:  # the latter of a script that parses its arguments
+            del sys.modules[key]
+            raise BadInput(f"{flag} {text}: importing this file ended with {error!r}") from error
+    found = getattr(modules[0], name, None)
+    if not callable(found):
+        raise BadInput(f"{flag} {text}: there is no such function or class in the file")
     return found
-
-def load_wrapper(text):
-    """file.py:Class, or None for GLM-Image -> the class."""
-    return import_name(text) if text else GLMImageWrapper
 
 def load_rewards(text):
     """Text such as color=1,mine.py:sharp=.2 -> {name: (function, weight)}; no weight means 1."""
@@ -676,42 +772,63 @@ def load_rewards(text):
     for part in text.split(","):
         path, _, rest = part.strip().rpartition(":")
         name, equals, weight = [word.strip() for word in rest.partition("=")]
-        function = import_name(f"{path}:{name}") if path else REWARDS.get(name)
-        if not function or name in rewards:
-            raise BadInput(f"--reward {part}: no such function, or a name twice, or a comma in it")
-        rewards[name] = function, attempt(f"--reward {part}", float, weight if equals else 1)
+        function = import_name(f"{path}:{name}", "--reward") if path else REWARDS.get(name)
+        weight = attempt(f"--reward {part}", float, weight if equals else 1)
+        if not function or name in rewards or not math.isfinite(weight):
+            raise BadInput(f"--reward {part}: must be color, mse or file.py:function, each name "
+                           "once; name() is a notebook's function, and its run goes on there")
+        rewards[name] = function, weight
     return rewards
 
-def try_rewards(rewards, prompts, targets, config):
-    """Finds most mistakes before a model is loaded: rewards get gray images of 8 prompts."""
-    rows = [row for row in zip(prompts[:8], targets) for _ in range(config.group_size)]
-    grays = [Image.new("RGB", (config.width, config.height), (i % 256,) * 3)
-             for i in range(len(rows))]
-    compute_rewards(grays, *zip(*rows), rewards)
-
 # --- The command line ---------------------------------------------------------
+class Parser(transformers.HfArgumentParser):
+    def format_help(self):  # each flag once, with -
+        return re.sub(r"--\w+_\w+ \S+, ", "", super().format_help())
+
+def override(parser, place, settings=None):
+    """Settings of a wrapper, or of the file `place`, become the defaults. They are parsed as if
+    they were typed, so that a wrong name or value is found, and told with its place."""
+    if settings is None:
+        settings = attempt(place, lambda: dict(json.loads(place.read_bytes())))
+    typed = [f"--{name}={value}" for name, value in settings.items()
+             if value is not None or getattr(Config, name, "") is not None]
+    known, unknown = attempt(place, parser.parse_known_args, typed)
+    if unknown:
+        raise BadInput(f"{place}: there is no setting {unknown[0]}")
+    parser.set_defaults(**vars(known))
+    return settings
+
 def parse_args(argv=None, **defaults):
     """-> Config. A setting may come from five places; each overrides those before it:
       1. Config  2. `defaults`  3. the wrapper's `defaults`  4. grpo.json in the model's folder
       5. what is typed. A run that is resumed has its config.json in the place of 3 and 4."""
-    parser = transformers.HfArgumentParser(Config, allow_abbrev=False, usage="%(prog)s [flags]")
+    parser = Parser(Config, allow_abbrev=False, usage="%(prog)s [flags]", exit_on_error=False)
     parser.set_defaults(**defaults)
-    typed = parser.parse_args(argv)
+    typed = attempt("flags", parser.parse_args, argv)
     path = Path(typed.resume or "", "config.json")
-    same = Path(typed.out or "") == path.parent  # a job can repeat this: it begins or goes on
+    # A job can repeat this: it begins or goes on.
+    same = typed.out and Path(typed.out).resolve() == path.parent.resolve()
     saved = {}
     if typed.resume and (not same or path.exists()):
-        saved = json.loads(attempt("--resume", path.read_bytes))
-        parser.set_defaults(**saved | dict(prompts=str(path.with_name("prompts.txt"))))
+        saved = override(parser, path)
     else:
-        parser.set_defaults(**getattr(load_wrapper(typed.wrapper), "defaults", {}))
-        path = Path(parser.parse_args(argv).model, "grpo.json")
-        if path.is_file():
-            parser.set_defaults(**attempt(path, json.loads, path.read_bytes()))
-    config = attempt(path, Config, **vars(parser.parse_args(argv)))  # it may have unknown settings
-    repeats = saved and config.batch_size != saved["batch_size"]  # prompts, with their seeds
-    if repeats or (typed.resume and not same and (typed.out or typed.adapter)):
-        raise BadInput("--resume: a run keeps its --out, --adapter and --batch_size")
+        own = getattr(import_name(typed.wrapper), "defaults", None) or {}
+        override(parser, f"{typed.wrapper}, `defaults`", own)
+        model = parser.parse_args(argv).model
+        path = Path(model, "grpo.json")
+        # A wrapper without a model of its own is not the tiny GLM-Image.
+        if path.is_file() and (model != TINY_MODEL or not typed.wrapper):
+            override(parser, path)
+    config = Config(**vars(parser.parse_args(argv)))
+    repeats = config.batch_size != saved.get("batch_size", config.batch_size)  # prompts, with seeds
+    begins = typed.out or typed.adapter or typed.prompts
+    if repeats or (typed.resume and not same and begins):
+        raise BadInput("--resume: a run keeps its --out, --adapter, --batch_size and --prompts, "
+                       "which you can change in its prompts.txt")
+    if saved:
+        config.prompts = str(path.with_name("prompts.txt"))
+        if typed.prompts and RANK == 0:
+            print(f"prompts: those of {config.prompts}, where you can change them", flush=True)
     # Paths are saved with the run, which may be resumed in another directory.
     for name in "model adapter wrapper prompts out resume".split():
         path = getattr(config, name)
@@ -724,7 +841,7 @@ def parse_args(argv=None, **defaults):
 
 def check_settings(config):
     """Refuses what would waste hours in silence, or the time in which a model is loaded."""
-    may_be_0 = "lr clip_range kl_coef guidance top_k seed".split()
+    may_be_0 = "lr warmup_steps clip_range kl_coef guidance top_k seed".split()
     for name, value in vars(config).items():
         limit = 1 if name == "top_p" else 2**40
         is_wrong = isinstance(value, (int, float)) and not 0 <= value <= limit  # or NaN
@@ -734,10 +851,12 @@ def check_settings(config):
         raise BadInput("--group_size must be at least 2, to have something to compare")
     if config.width % 32 or config.height % 32:
         raise BadInput("--width and --height must be multiples of 32")
-    if config.batch_size % WORLD_SIZE:
-        raise BadInput(f"--batch_size must be a multiple of the number of GPUs, {WORLD_SIZE}")
-    if config.out and not config.resume and os.path.exists(config.out):
+    if config.out and not config.resume and RANK == 0 and os.path.exists(config.out):
         raise BadInput(f"--out {config.out}: must be a new folder; --resume continues a run")
+
+# What was given is told in a line. Of these, as of all other errors, the place is shown, too.
+BUGS = (ArithmeticError, AttributeError, ImportError, LookupError, NameError, TypeError,
+        torch.OutOfMemoryError)
 
 def main(argv=None, **defaults):
     """`defaults` are for programs with settings of their own, such as examples/toy.py."""
@@ -747,21 +866,27 @@ def main(argv=None, **defaults):
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more are hardly faster here
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
-    how = ""
+    trainer = None
     try:
         config = parse_args(argv, **defaults)
-        Wrapper = load_wrapper(config.wrapper)
+        if config.batch_size % WORLD_SIZE:
+            raise BadInput(f"--batch_size must be a multiple of the number of GPUs, {WORLD_SIZE}")
+        load_rewards(config.reward)  # before a model is loaded
+        Wrapper = import_name(config.wrapper)
         prompts, targets = getattr(Wrapper, "load_prompts", load_prompts)(config.prompts)
-        try_rewards(load_rewards(config.reward), prompts, targets, config)
         wrapper = Wrapper.from_pretrained(config.model, config)
         trainer = GRPOTrainer(config, wrapper, prompts, targets=targets)
-        how = f" To go on: python grpo.py --resume '{trainer.out}'"
         trainer.train()
-    except KeyboardInterrupt:
-        sys.exit(f"\nStopped.{how}" if RANK == 0 else 1)
-    except BadInput as error:  # on one line
-        print(f"{Path(sys.argv[0]).name}: error:", *str(error).split(), file=sys.stderr)
-        sys.exit(2)
+    except (Exception, KeyboardInterrupt) as error:
+        is_input = isinstance(error, BadInput)
+        bug = error.__cause__ if is_input else error
+        if isinstance(bug, BUGS) or not isinstance(error, (BadInput, KeyboardInterrupt)):
+            traceback.print_exception(bug)
+        text = str(error) if is_input else repr(error)
+        print(f"{Path(sys.argv[0]).name}: error:", *text.split(), file=sys.stderr)  # on one line
+        if trainer and trainer.started and RANK == 0:
+            print(f"To go on: python grpo.py --resume '{trainer.out}'", file=sys.stderr)
+        sys.exit(2 if is_input else 1)
     if WORLD_SIZE > 1:
         torch.distributed.destroy_process_group()
 

@@ -45,7 +45,7 @@ def make_config(**settings):
     """64 wide and 128 high, which is not square, and a temperature that is not 1."""
     own = dict(
         model="small", width=64, height=128, temperature=0.9, decode_steps=1, guidance=1.0,
-        batch_size=2, steps=3, save_every=2, lr=2e-3)
+        batch_size=2, steps=3, save_every=2, lr=2e-3, warmup_steps=0)
     return grpo.Config(**own | settings)
 
 def make_pipe():

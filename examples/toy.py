@@ -32,7 +32,8 @@ def find_word(prompt):
 class Toy:
     """A wrapper. The comment "To train another kind of model" in grpo.py says what it must have."""
     defaults = dict(
-        model="toy", steps=60, group_size=16, micro_batch_size=128, lr=5e-3, width=64, height=64)
+        model="toy", steps=60, group_size=16, micro_batch_size=128, lr=5e-3, warmup_steps=0,
+        width=64, height=64)
     lora_layers = r"[13]"  # the two linear layers, by their names in `policy`
 
     @classmethod

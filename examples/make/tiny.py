@@ -24,7 +24,8 @@ import grpo
 
 # The defaults of `python grpo.py` when it trains this model.
 SETTINGS = dict(
-    steps=20, lr=2e-3, micro_batch_size=32, width=128, height=128, decode_steps=1, guidance=1.0)
+    steps=20, lr=2e-3, warmup_steps=0, micro_batch_size=32, width=128, height=128, decode_steps=1,
+    guidance=1.0)
 
 def make_tokenizer(words):
     """It splits a prompt into words as the reward does, and knows these and no others. Word k has
