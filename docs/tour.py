@@ -16,14 +16,15 @@
 pip install -r requirements.txt matplotlib jupyter
 jupyter lab docs/tour.ipynb
 ```
-Beyond `requirements.txt`, this notebook needs matplotlib for its plots and Jupyter to be run. It needs
-neither a GPU nor a network, and takes a few minutes on two CPU cores.
+Beyond `requirements.txt`, this notebook needs matplotlib for its plots and Jupyter to be run. It
+needs neither a GPU nor a network, and takes a few minutes on two CPU cores.
 
-It is for you if you know PyTorch and no reinforcement learning, and also if you know PPO and want to
-see what a group, a clip and a KL do to *pictures*. Whatever is called `grpo.` in a cell is a part of
-[`grpo.py`](../grpo.py), the file that trains [GLM-Image](https://huggingface.co/zai-org/GLM-Image);
-nothing of it is written again here. The model is **the tiny GLM-Image** of this repository. It has the
-classes of GLM-Image and very few weights, and draws squares of eight colours.
+It is for you if you know PyTorch and no reinforcement learning, and also if you know PPO and want
+to see what a group, a clip and a KL do to *pictures*. Whatever is called `grpo.` in a cell is a
+part of [`grpo.py`](../grpo.py), the file that trains
+[GLM-Image](https://huggingface.co/zai-org/GLM-Image); nothing of it is written again here. The
+model is **the tiny GLM-Image** of this repository. It has the classes of GLM-Image and very few
+weights, and draws squares of eight colours.
 """
 
 # %%
@@ -47,9 +48,9 @@ for module in (torch, transformers, diffusers, np, matplotlib):
 """
 
 # %%
-boxes = ["prompt", "policy\ntrained", "codes", "DiT + VAE\nfrozen", "picture", "reward", "advantage"]
 _, axes = plt.subplots(figsize=(9, 1.8))
-for i, name in enumerate(boxes):
+for i, name in enumerate(["prompt", "policy\ntrained", "codes", "DiT + VAE\nfrozen", "picture",
+                          "reward", "advantage"]):
     color = "gold" if "trained" in name else "white"
     axes.text(i, 0, name, ha="center", va="center", bbox=dict(boxstyle="round", fc=color))
     if i > 0:
@@ -69,15 +70,15 @@ One turn of this loop is a step of training ([`GRPOTrainer.train`](../grpo.py)).
   ([`GLMImageWrapper`](../grpo.py)).
 - A **code** is an image token, a number that stands for a part of a picture: one of 8 here, one of
   16,384 in GLM-Image.
-- The other half of GLM-Image, a diffusion transformer (DiT) and the decoder of a VAE, paints the codes
-  ([`GLMImageWrapper.decode`](../grpo.py)). It stays as it is.
+- The other half of GLM-Image, a diffusion transformer (DiT) and the decoder of a VAE, paints the
+  codes ([`GLMImageWrapper.decode`](../grpo.py)). It stays as it is.
 - The **reward** is any number that says how good a picture is. It need not be differentiable, as no
   gradient passes through the picture.
 - The **advantage** says how much better a picture is than the others for the same prompt. It is all
   that the policy hears of the reward.
 
-The AR half's own weights stay as they are, too. A **LoRA** adds the product of two small matrices to
-each of its linear layers, and only these matrices are trained ([`LoRA`](../grpo.py)).
+The AR half's own weights stay as they are, too. A **LoRA** adds the product of two small matrices
+to each of its linear layers, and only these matrices are trained ([`LoRA`](../grpo.py)).
 """
 
 # %%
@@ -132,27 +133,28 @@ show(images, grid)
 
 # %% [markdown]
 """
-The samples of one prompt are a **group**. They differ because each code is drawn at random, from the
-policy's probabilities ([`sample_codes`](../grpo.py)). What the policy draws is called a **rollout**: the
-codes, each with its **log-prob**, the logarithm of the probability that it had
+The samples of one prompt are a **group**. They differ because each code is drawn at random, from
+the policy's probabilities ([`sample_codes`](../grpo.py)). What the policy draws is called a
+**rollout**: the codes, each with its **log-prob**, the logarithm of the probability that it had
 ([`Rollout`](../grpo.py)).
 
-Above are the eight pictures, and below them the codes they were painted from, in the colours that they
-stand for. This small DiT paints each code as a square, so one can read a picture back:
+Above are the eight pictures, and below them the codes they were painted from, in the colours that
+they stand for. This small DiT paints each code as a square, so one can read a picture back:
 """
 
 # %%
 pixels = grpo.pil_to_tensor(images)  # [8, 3, 128, 128]
 squares = nn.functional.avg_pool2d(pixels, 32)  # [8, 3, 4, 4]
 colors = torch.stack([*grpo.COLORS.values()])  # [8, 3]
-distances = (squares[:, None] - colors[:, :, None, None]).norm(dim=2)  # [8 pictures, 8 colours, 4, 4]
+distances = (squares[:, None] - colors[:, :, None, None]).norm(dim=2)  # [8, 8, 4, 4]
 assert torch.equal(distances.argmin(1), grid)
 
 # %% [markdown]
 """
-Before the grid that is painted, GLM-Image writes a draft, of 16 x 16 codes, which is not. How certain
-is the policy of each code? That is its **entropy**: 0 if it would always draw the same code, and the
-logarithm of 8 if all eight were equally likely ([`GLMImageWrapper.compute_logprobs`](../grpo.py)).
+Before the grid that is painted, GLM-Image writes a draft, of 16 x 16 codes, which is not. How
+certain is the policy of each code? That is its **entropy**: 0 if it would always draw the same
+code, and the logarithm of 8 if all eight were equally likely
+([`GLMImageWrapper.compute_logprobs`](../grpo.py)).
 """
 
 # %%
@@ -170,14 +172,14 @@ assert (draft == draft[0, 0, 0]).all()
 
 # %% [markdown]
 """
-This policy is certain of its draft, which is the same in all pictures. It is far from certain of the 16
-codes of the grid, and these are all that it can learn to choose better.
+This policy is certain of its draft, which is the same in all pictures. It is far from certain of
+the 16 codes of the grid, and these are all that it can learn to choose better.
 
 ## 3. Score it, and compare
 
-The reward `color` says how close the mean colour of a picture is to the colour that its prompt names
-([`reward_color`](../grpo.py)). From the rewards come the advantages: minus the mean of the group, divided
-by the std of the group ([`compute_advantages`](../grpo.py)).
+The reward `color` says how close the mean colour of a picture is to the colour that its prompt
+names ([`reward_color`](../grpo.py)). From the rewards come the advantages: minus the mean of the
+group, divided by the std of the group ([`compute_advantages`](../grpo.py)).
 """
 
 # %%
@@ -192,12 +194,12 @@ show(images, titles=[f"r {r:.3f}\nA {A:+.2f}" for r, A in zip(rewards, advantage
 # %% [markdown]
 """
 That is what a group is for: its mean says what can be expected of the policy for this prompt, so a
-picture is not praised for an easy prompt, nor blamed for a hard one. In PPO a second network, the value
-network, learns to say this.
+picture is not praised for an easy prompt, nor blamed for a hard one. In PPO a second network, the
+value network, learns to say this.
 
 Three things follow. The advantages of a group sum to 0. If all rewards of a group are equal, its
-advantages are 0, and it teaches nothing. And a constant that is added to all rewards changes nothing,
-however large:
+advantages are 0, and it teaches nothing. And a constant that is added to all rewards changes
+nothing, however large:
 """
 
 # %%
@@ -217,9 +219,10 @@ rounding error of their mean was divided by 1e-6.
 
 ## 4. The same log-probs again, and three traps
 
-The sampler works code by code and keeps no gradient. The update needs the log-probs with a gradient. So
-they are computed again, by **teacher forcing**: the policy reads all the codes that were drawn, in one
-pass, and says how likely each one was. That is what `compute_logprobs` did above. Both must agree:
+The sampler works code by code and keeps no gradient. The update needs the log-probs with a
+gradient. So they are computed again, by **teacher forcing**: the policy reads all the codes that
+were drawn, in one pass, and says how likely each one was. That is what `compute_logprobs` did
+above. Both must agree:
 """
 
 # %%
@@ -230,19 +233,20 @@ assert torch.allclose(rollout.logprobs, logprobs, atol=1e-5)
 
 # %% [markdown]
 """
-(At the top right are the codes of the drafts and at the bottom left all colours but red, each of which
-is seldom drawn.)
+(At the top right are the codes of the drafts and at the bottom left all colours but red, each of
+which is seldom drawn.)
 
-They agree. It takes little for them not to. Let us step into three traps on purpose; none of them gives
-an error.
+They agree. It takes little for them not to. Let us step into three traps on purpose; none of them
+gives an error.
 
-- **No positions.** A code has a row and a column. `transformers` counts these in `generate` only, and a
-  plain forward pass takes the picture for a line of text ([`build_position_ids`](../grpo.py)).
-- **No top-p.** With top-p 0.75 the sampler draws only from the likeliest codes, those that together have
-  a probability of 0.75. A trainer that takes the softmax over all codes has the log-probs of another
-  policy ([`compute_policy_logprobs`](../grpo.py)).
-- **bf16.** A sampler that computes in 16 bits rounds, so that its log-probs are not quite those of the
-  trainer ([`GRPOTrainer.train_step`](../grpo.py)).
+- **No positions.** A code has a row and a column. `transformers` counts these in `generate` only,
+  and a plain forward pass takes the picture for a line of text
+  ([`build_position_ids`](../grpo.py)).
+- **No top-p.** With top-p 0.75 the sampler draws only from the likeliest codes, those that together
+  have a probability of 0.75. A trainer that takes the softmax over all codes has the log-probs of
+  another policy ([`compute_policy_logprobs`](../grpo.py)).
+- **bf16.** A sampler that computes in 16 bits rounds, so that its log-probs are not quite those of
+  the trainer ([`GRPOTrainer.train_step`](../grpo.py)).
 """
 
 # %%
@@ -274,9 +278,10 @@ assert errors["right"] < 1e-5 < errors["bf16"] < errors["no top-p"] < errors["no
 
 # %% [markdown]
 """
-How bad is that? The **ratio** of a code says how many times as likely it is now as when it was drawn:
-`exp(new - old)` of its log-probs. Before the first update nothing has changed, so each ratio should be
-1. Here are the ratios of the 128 codes in the eight grids, from the smallest to the largest:
+How bad is that? The **ratio** of a code says how many times as likely it is now as when it was
+drawn: `exp(new - old)` of its log-probs. Before the first update nothing has changed, so each ratio
+should be 1. Here are the ratios of the 128 codes in the eight grids, from the smallest to the
+largest:
 """
 
 # %%
@@ -291,16 +296,16 @@ axes.legend(loc="upper left", fontsize=8);
 
 # %% [markdown]
 """
-The next section says what happens outside of the gold band: there, the update takes a code for one that
-has already changed enough. Without top-p, all codes are outside before anything has been learnt. Without
-positions, so are many, by chance. In bf16 this model with its single layer is good enough; in a deep one
-the error is [larger](figures.md#how-far-bf16-rounds). That is why `train_step` compares with the log-probs
-of its own first pass, and not with those of the sampler.
+The next section says what happens outside of the gold band: there, the update takes a code for one
+that has already changed enough. Without top-p, all codes are outside before anything has been
+learnt. Without positions, so are many, by chance. In bf16 this model with its single layer is good
+enough; in a deep one the error is [larger](figures.md#how-far-bf16-rounds). That is why
+`train_step` compares with the log-probs of its own first pass, and not with those of the sampler.
 
 ## 5. Why the loss prints 0, and its gradient does not
 
-This is what everybody asks who trains with GRPO for the first time. Here is the loss of our group, and
-the norm of its gradient by the weights of the LoRA ([`compute_grpo_loss`](../grpo.py)):
+This is what everybody asks who trains with GRPO for the first time. Here is the loss of our group,
+and the norm of its gradient by the weights of the LoRA ([`compute_grpo_loss`](../grpo.py)):
 """
 
 # %%
@@ -317,16 +322,18 @@ assert torch.allclose(new.grad, -advantages[:, None].expand(8, 272) / (8 * 272))
 # %% [markdown]
 """
 The loss is minus the mean of ratio x advantage. Each ratio is 1, so it is minus the mean of the
-advantages, and that is 0 in every group, *whatever the pictures look like*. So the number tells nothing.
+advantages, and that is 0 in every group, *whatever the pictures look like*. So the number tells
+nothing.
 
-Its gradient by the log-prob of a code does: it is minus the advantage of the picture, divided by the
-number of codes. That is the last line. A step against this gradient raises the log-probs of the codes of
-better pictures and lowers those of worse ones. It is what REINFORCE, the oldest policy gradient, does.
+Its gradient by the log-prob of a code does: it is minus the advantage of the picture, divided by
+the number of codes. That is the last line. A step against this gradient raises the log-probs of the
+codes of better pictures and lowers those of worse ones. It is what REINFORCE, the oldest policy
+gradient, does.
 
-Then what is the ratio for? For a second update with the same rollout, whose codes were drawn by a policy
-that is no longer quite the same. Here PPO's **clip** comes in: a ratio outside of 0.8 to 1.2 counts as 0.8
-or 1.2, if that makes the result worse. What is to be maximized is called the **surrogate**; the loss is
-minus its mean. This is the surrogate of one code, and its slope:
+Then what is the ratio for? For a second update with the same rollout, whose codes were drawn by a
+policy that is no longer quite the same. Here PPO's **clip** comes in: a ratio outside of 0.8 to 1.2
+counts as 0.8 or 1.2, if that makes the result worse. What is to be maximized is called the
+**surrogate**; the loss is minus its mean. This is the surrogate of one code, and its slope:
 """
 
 # %%
@@ -347,11 +354,12 @@ left.legend(fontsize=8);
 
 # %% [markdown]
 """
-Where it is flat, a code has no gradient. If it belongs to a good picture and has become 1.2 times as
-likely, that is enough for one rollout; and so it is if it belongs to a bad picture and has become 0.8
-times as likely. In the other direction there is no limit: a code of a bad picture that became likelier
-is always pushed back. The log's `clip_frac` is the share of codes where it is flat. With one update per
-rollout it is 0, because each ratio is 1; to see it above 0, train with `--num-iterations 2`.
+Where it is flat, a code has no gradient. If it belongs to a good picture and has become 1.2 times
+as likely, that is enough for one rollout; and so it is if it belongs to a bad picture and has
+become 0.8 times as likely. In the other direction there is no limit: a code of a bad picture that
+became likelier is always pushed back. The log's `clip_frac` is the share of codes where it is flat.
+With one update per rollout it is 0, because each ratio is 1; to see it above 0, train with
+`--num-iterations 2`.
 
 ## 6. One update by hand, and the same group again
 
@@ -375,8 +383,9 @@ assert correlation > 0.5
 
 # %% [markdown]
 """
-On the whole, codes of better pictures became likelier, and those of worse pictures less likely. Which
-ones were they? Below each picture is a map: a green square became likelier, a pink one less likely.
+On the whole, codes of better pictures became likelier, and those of worse pictures less likely.
+Which ones were they? Below each picture is a map: a green square became likelier, a pink one less
+likely.
 """
 
 # %%
@@ -390,10 +399,10 @@ assert change[is_red].mean() > 0.1 and change[~is_red].mean() < -0.1
 
 # %% [markdown]
 """
-Nobody told the policy which squares of a picture were good, as all its codes share one advantage. But
-good pictures have more red squares, so that in the sum over the group red gains and the others lose.
-Red became likelier even in the worst picture. And the pictures? Here are those from the same random
-numbers, before and after, with their rewards:
+Nobody told the policy which squares of a picture were good, as all its codes share one advantage.
+But good pictures have more red squares, so that in the sum over the group red gains and the others
+lose. Red became likelier even in the worst picture. And the pictures? Here are those from the same
+random numbers, before and after, with their rewards:
 """
 
 # %%
@@ -409,13 +418,13 @@ assert rewards_again.mean() > rewards.mean() and metrics["clip_frac"] > 0
 
 # %% [markdown]
 """
-After one update the pictures are better. A second update from the same rollout would find some codes
-outside of the band, and leave them alone.
+After one update the pictures are better. A second update from the same rollout would find some
+codes outside of the band, and leave them alone.
 
 ## 7. The trainer
 
-[`GRPOTrainer`](../grpo.py) does all this in every step, by default for eight prompts and a group of four
-for each. Its settings are the flags that one would type after `python grpo.py`.
+[`GRPOTrainer`](../grpo.py) does all this in every step, by default for eight prompts and a group of
+four for each. Its settings are the flags that one would type after `python grpo.py`.
 """
 
 # %%
@@ -460,13 +469,14 @@ for prompt in prompts[:8]:
 
 # %% [markdown]
 """
-The rewards rise, and the entropy falls: the policy makes up its mind. The **KL** says how far the policy
-has moved from the base model, as it was before training. It is the mean over all codes of log-prob minus
-base model's log-prob, written so that it cannot be negative ([`compute_grpo_loss`](../grpo.py)). No second
-model is needed for it, as the policy without its LoRA is the base model.
+The rewards rise, and the entropy falls: the policy makes up its mind. The **KL** says how far the
+policy has moved from the base model, as it was before training. It is the mean over all codes of
+log-prob minus base model's log-prob, written so that it cannot be negative
+([`compute_grpo_loss`](../grpo.py)). No second model is needed for it, as the policy without its
+LoRA is the base model.
 
-The loss has this KL as a second term, with the weight `--kl-coef`, which pulls the policy back to the
-base model. How hard? Three values:
+The loss has this KL as a second term, with the weight `--kl-coef`, which pulls the policy back to
+the base model. How hard? Three values:
 """
 
 # %%
@@ -485,16 +495,17 @@ assert ends[3][0] < ends[0.01][0] - 0.03
 
 # %% [markdown]
 """
-Each dot is one of the first ten steps; the numbers are means of the last three of them. With the middle
-weight the reward is about as high as with the smallest, and the policy has gone much less far for it. With
-the largest weight it stays where it was, and learns nothing. The less you trust your reward, the more KL
-you want. The next section has a reward that deserves no trust.
+Each dot is one of the first ten steps; the numbers are means of the last three of them. With the
+middle weight the reward is about as high as with the smallest, and the policy has gone much less
+far for it. With the largest weight it stays where it was, and learns nothing. The less you trust
+your reward, the more KL you want. The next section has a reward that deserves no trust.
 
 ## 8. Spoil it
 
-A policy learns what the reward measures, and not what you meant by it. Suppose you want crisp pictures,
-and reward by how much neighbouring pixels differ ([`sharpness`](../examples/rewards.py)). We turn the KL
-off, and add `color` with a weight of 0: it is logged, and changes nothing. Look at the pictures first:
+A policy learns what the reward measures, and not what you meant by it. Suppose you want crisp
+pictures, and reward by how much neighbouring pixels differ ([`sharpness`](../examples/rewards.py)).
+We turn the KL off, and add `color` with a weight of 0: it is logged, and changes nothing. Look at
+the pictures first:
 """
 
 # %%
@@ -503,8 +514,7 @@ show_samples(sharp, 0, 10, 15)
 
 # %% [markdown]
 """
-The colours of the prompts are going: neighbouring squares shall differ, and a red fox is in the way of
-that. Now the log of the reward:
+The colours of the prompts are going: a picture of one colour has no edges. Now the log:
 """
 
 # %%
@@ -521,13 +531,13 @@ assert fall[-5:].mean() < fall[:5].mean() - 0.03
 
 # %% [markdown]
 """
-The reward does what a reward should do. Nothing in its curve warns you, and nothing ever will. What warns
-you are the pictures, and a second reward that is only watched.
+The reward does what a reward should do. Nothing in its curve warns you, and nothing ever will. What
+warns you are the pictures, and a second reward that is only watched.
 
 ## 9. Held-out prompts
 
-A reward that rises on the prompts of the training proves little. So let us draw eight pictures each for
-24 prompts that were not trained on, from the base model and from the model of section 7.
+A reward that rises on the prompts of the training proves little. So let us draw eight pictures each
+for 24 prompts that were not trained on, from the base model and from the model of section 7.
 """
 
 # %%
@@ -546,10 +556,11 @@ base, trained = score(False), score(True)
 
 # %% [markdown]
 """
-There is a way to better pictures without any training: draw k of them, and keep the one with the highest
-reward. This **best of k** is what a trained model has to beat ([`weigh_best`](../examples/intervals.py)
-finds it from eight). The bars and the band are 95 % intervals: between which values the mean over prompts
-may lie, by what 24 prompts can tell ([`find_interval`](../examples/intervals.py)).
+There is a way to better pictures without any training: draw k of them, and keep the one with the
+highest reward. This **best of k** is what a trained model has to beat
+([`weigh_best`](../examples/intervals.py) finds it from eight). The bars and the band are 95 %
+intervals: between which values the mean over prompts may lie, by what 24 prompts can tell
+([`find_interval`](../examples/intervals.py)).
 """
 
 # %%
@@ -558,20 +569,22 @@ from examples.intervals import find_interval, weigh_best
 best = np.array([[weigh_best(scores, k) @ scores for scores in base] for k in range(1, 9)])
 _, axes = plt.subplots(figsize=(5, 2.8))
 low, high = np.transpose([find_interval(values) for values in best])
-axes.errorbar(range(1, 9), best.mean(1), [best.mean(1) - low, high - best.mean(1)], label="base model")
+mean = best.mean(1)
+axes.errorbar(range(1, 9), mean, [mean - low, high - mean], label="base model")
 axes.axhspan(*find_interval(trained.mean(1)), color="gold", label="trained, one picture")
 axes.set(xlabel="best of k", ylabel="color")
 axes.legend()
 low, high = find_interval(trained.mean(1) - best[-1])
-print(f"trained, one picture: {trained.mean():.3f}; base, best of 8: {best[-1].mean():.3f}")
+print(f"trained, one picture: {trained.mean():.3f}; base, best of 8: {mean[-1]:.3f}")
 print(f"difference, prompt by prompt: {low:+.3f} .. {high:+.3f}")
 assert low > 0
 
 # %% [markdown]
 """
-One picture of the trained model is better than the best of eight of the base model, and not by chance,
-as the interval of the difference does not contain 0. (These prompts are easy, since this model knows no
-other words than those of the eight colours. [Other models](evaluate.md) need a harder test.)
+One picture of the trained model is better than the best of eight of the base model, and not by
+chance, as the interval of the difference does not contain 0. (These prompts are easy, since this
+model knows no other words than those of the eight colours. [Other models](evaluate.md) need a
+harder test.)
 
 ## 10. Your turn
 
@@ -595,9 +608,10 @@ assert last > first
 """
 And three exercises. Each has a solution, which is folded away.
 
-**1. Dr. GRPO in one line.** [Dr. GRPO](https://arxiv.org/abs/2503.20783) does not divide by the std of the
-group. Write its advantages in one line. Then take a group with rewards of 0.70, 0.71, 0.72 and 0.73 and
-one with 0.1, 0.4, 0.6 and 0.9: how much does each of them count, in GRPO and in Dr. GRPO?
+**1. Dr. GRPO in one line.** [Dr. GRPO](https://arxiv.org/abs/2503.20783) does not divide by the std
+of the group. Write its advantages in one line. Then take a group with rewards of 0.70, 0.71, 0.72
+and 0.73 and one with 0.1, 0.4, 0.6 and 0.9: how much does each of them count, in GRPO and in Dr.
+GRPO?
 
 <details>
 <summary>Solution</summary>
@@ -640,9 +654,9 @@ assert np.corrcoef(of_64, of_2)[0, 1] < np.corrcoef(of_64, of_8)[0, 1]
 
 </details>
 
-**3. A wrapper of 30 lines.** Train another kind of model with the same trainer: one that draws 8 x 8 dots,
-each black or white, and consists of a single linear layer. The comment "To train another kind of model"
-in [`grpo.py`](../grpo.py) lists what a wrapper needs.
+**3. A wrapper of 30 lines.** Train another kind of model with the same trainer: one that draws 8 x
+8 dots, each black or white, and consists of a single linear layer. The comment "To train another
+kind of model" in [`grpo.py`](../grpo.py) lists what a wrapper needs.
 
 <details>
 <summary>Solution</summary>
@@ -695,8 +709,8 @@ assert curve(dots, "reward")[-1] > curve(dots, "reward")[0] + 0.3
 
 ## From here
 
-`python grpo.py` trains the tiny GLM-Image in a terminal. The [README](../README.md) says how to train
-GLM-Image itself, [settings](settings.md) explains all flags and the columns of the log,
+`python grpo.py` trains the tiny GLM-Image in a terminal. The [README](../README.md) says how to
+train GLM-Image itself, [settings](settings.md) explains all flags and the columns of the log,
 [rewards](rewards.md) has some that are ready-made, and [changes](changes.md) has variants of the
 algorithm.
 """
