@@ -63,7 +63,8 @@ axes.axis("off");
 
 # %% [markdown]
 """
-One turn of this loop is a step of training ([`GRPOTrainer.train`](../grpo.py)). From the left:
+One turn of this loop is a step of training ([`GRPOTrainer.train`](../grpo.py)). There are no
+pictures to learn from: prompts and a reward are all that you bring. From the left:
 
 - The **policy** is the model whose choices are trained. Here it is the autoregressive (AR) half of
   GLM-Image, which says how likely each next code is, given the prompt and the codes so far
@@ -134,7 +135,8 @@ show(images, grid)
 # %% [markdown]
 """
 The samples of one prompt are a **group**. They differ because each code is drawn at random, from
-the policy's probabilities ([`sample_codes`](../grpo.py)). What the policy draws is called a
+the policy's probabilities ([`sample_codes`](../grpo.py)), and for no other reason: the noise from
+which the DiT starts to paint is the same for the whole group. What the policy draws is called a
 **rollout**: the codes, each with its **log-prob**, the logarithm of the probability that it had
 ([`Rollout`](../grpo.py)).
 
@@ -178,8 +180,10 @@ the 16 codes of the grid, and these are all that it can learn to choose better.
 ## 3. Score it, and compare
 
 The reward `color` says how close the mean colour of a picture is to the colour that its prompt
-names ([`reward_color`](../grpo.py)). From the rewards come the advantages: minus the mean of the
-group, divided by the std of the group ([`compute_advantages`](../grpo.py)).
+names ([`reward_color`](../grpo.py)). The advantages are the rewards minus the mean of the group,
+divided by the std of the group, so that the scale of a reward does not matter
+([`compute_advantages`](../grpo.py)). The `None` are targets, pictures to imitate, which this reward
+does not need.
 """
 
 # %%
@@ -199,7 +203,7 @@ value network, learns to say this.
 
 Three things follow. The advantages of a group sum to 0. If all rewards of a group are equal, its
 advantages are 0, and it teaches nothing. And a constant that is added to all rewards changes
-nothing, however large:
+nothing, even one of 1e8:
 """
 
 # %%
@@ -219,10 +223,10 @@ rounding error of their mean was divided by 1e-6.
 
 ## 4. The same log-probs again, and three traps
 
-The sampler works code by code and keeps no gradient. The update needs the log-probs with a
-gradient. So they are computed again, by **teacher forcing**: the policy reads all the codes that
-were drawn, in one pass, and says how likely each one was. That is what `compute_logprobs` did
-above. Both must agree:
+The sampler works code by code and keeps no gradients, which would fill the memory. The update needs
+log-probs with a gradient. So they are computed again, by **teacher forcing**: the policy reads all
+the codes that were drawn, in one pass, and says how likely each one was. That is what
+`compute_logprobs` did above. Both must agree:
 """
 
 # %%
@@ -243,8 +247,9 @@ gives an error.
   and a plain forward pass takes the picture for a line of text
   ([`build_position_ids`](../grpo.py)).
 - **No top-p.** With top-p 0.75 the sampler draws only from the likeliest codes, those that together
-  have a probability of 0.75. A trainer that takes the softmax over all codes has the log-probs of
-  another policy ([`compute_policy_logprobs`](../grpo.py)).
+  have a probability of 0.75. So the rollout keeps which codes were `allowed`. A trainer that takes
+  the softmax over all codes has the log-probs of another policy
+  ([`compute_policy_logprobs`](../grpo.py)).
 - **bf16.** A sampler that computes in 16 bits rounds, so that its log-probs are not quite those of
   the trainer ([`GRPOTrainer.train_step`](../grpo.py)).
 """
@@ -323,7 +328,7 @@ assert torch.allclose(new.grad, -advantages[:, None].expand(8, 272) / (8 * 272))
 """
 The loss is minus the mean of ratio x advantage. Each ratio is 1, so it is minus the mean of the
 advantages, and that is 0 in every group, *whatever the pictures look like*. So the number tells
-nothing.
+nothing; watch the reward.
 
 Its gradient by the log-prob of a code does: it is minus the advantage of the picture, divided by
 the number of codes. That is the last line. A step against this gradient raises the log-probs of the
@@ -331,9 +336,10 @@ codes of better pictures and lowers those of worse ones. It is what REINFORCE, t
 gradient, does.
 
 Then what is the ratio for? For a second update with the same rollout, whose codes were drawn by a
-policy that is no longer quite the same. Here PPO's **clip** comes in: a ratio outside of 0.8 to 1.2
-counts as 0.8 or 1.2, if that makes the result worse. What is to be maximized is called the
-**surrogate**; the loss is minus its mean. This is the surrogate of one code, and its slope:
+policy that is no longer quite the same. Here PPO's **clip** comes in: the advantage is also
+multiplied by the ratio limited to 0.8 to 1.2, and the smaller of the two products counts. It is
+called the **surrogate**, and the loss is minus its mean. This is the surrogate of one code, and its
+slope:
 """
 
 # %%
@@ -470,13 +476,14 @@ for prompt in prompts[:8]:
 # %% [markdown]
 """
 The rewards rise, and the entropy falls: the policy makes up its mind. The **KL** says how far the
-policy has moved from the base model, as it was before training. It is the mean over all codes of
-log-prob minus base model's log-prob, written so that it cannot be negative
+policy has moved from the base model, as it was before training. It estimates the mean of log-prob
+minus the base model's log-prob over all codes, by a formula that cannot be negative, k3
 ([`compute_grpo_loss`](../grpo.py)). No second model is needed for it, as the policy without its
 LoRA is the base model.
 
 The loss has this KL as a second term, with the weight `--kl-coef`, which pulls the policy back to
-the base model. How hard? Three values:
+the base model. (PPO for language models often subtracts it from the reward instead.) How hard
+should it pull? Three values:
 """
 
 # %%
