@@ -9,7 +9,7 @@ from examples import measure
 
 PROGRAMS = sorted([path.stem for path in (ROOT / "examples").glob("*.py")
                    if "\nif __name__" in path.read_text() and path.stem != "choose"])  # which is a reward
-MAKERS = sorted([f"make.{path.stem}" for path in (ROOT / "examples/make").glob("*.py")])
+MAKERS = sorted([f"{path.parent.name}.{path.stem}" for path in (ROOT / "examples").glob("[em]*/*.py")])
 
 @pytest.mark.parametrize("name", PROGRAMS + MAKERS)
 def test_help(name, run, tmp_path):
@@ -30,7 +30,7 @@ def test_by_module_and_by_path(run, tmp_path):
     assert prompts[0] == "a red thing" and grpo.open_image(targets[0]).getpixel((0, 127)) == (255, 0, 0)
     assert "exists already" in run("make.tiny", f"--out {grpo.TINY_MODEL}")[2]
 
-COUNTED = {"memory": 6, "edit": 2, "sft": 2, "janus": 3}  # they imagine a GPU of their own: rows, with heads
+COUNTED = {"memory": 6, "edit": 2, "sft": 2, "janus": 5}  # they imagine a GPU of their own: rows, with heads
 SMALL = "--batch-size 2 --group-size 2 --width 64 --height 64"
 
 def test_report_and_bench(run):
