@@ -55,7 +55,7 @@ def run_lines(folder, nodes, argv, **env):
     processes = [subprocess.Popen(["bash", *argv], cwd=node, env=env | dict(SKYPILOT_NODE_RANK=str(rank)),
                                   stdout=(node / "log").open("w"), stderr=subprocess.STDOUT)
                  for rank, node in enumerate(nodes)]
-    return [process.wait(300) for process in processes]
+    return [process.wait(600) for process in processes]
 
 def run_file(name, folder, nodes, flags):
     """One of the files, its variables filled in -> exit codes."""
