@@ -1,13 +1,16 @@
 """Tests of evaluate.py and generate.py, on runs of a home-made wrapper and of the tiny GLM-Image."""
-import json, os, re, shutil, sys
+import functools, itertools, json, multiprocessing, os, re, shutil, subprocess, sys, time, types
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest, torch
 from PIL import Image
 
 import grpo
-from examples import evaluate, generate
+from conftest import ROOT
+from examples import evaluate, generate, pictures, runs, scores, tables
+from examples.intervals import find_agreement, find_interval, weigh_best
 
 WRAPPER = '''
 import torch
@@ -20,23 +23,37 @@ class HomeMade(Toy):
     def compute_all_logprobs(self, prompts):
         torch.manual_seed(self.config.seed)
         torch.nn.init.normal_(self.policy[3].weight, std=0.3)
-        heat = (self.config.temperature or 1.0) * (self.config.top_k or 1) / self.config.guidance
+        own = self.config
+        heat = (own.temperature or 1) * (own.top_k or 1) * (own.top_p or 1) * own.decode_steps / 20 / own.guidance
         return (self.policy(self.encode(prompts)) / heat).log_softmax(2)
+
+class Picky(HomeMade):
+    """Its prompts are JSON."""
+    @staticmethod
+    def load_prompts(path):
+        import json
+        return json.loads(open(path).read()), None
 '''
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Run a has adapters 0, 2 and 3; b has them on other base weights; glm is of GLM-Image. The learning rates are
-    high, so that adapters differ. What a notebook's run has as its reward, no command can load."""
+    """Run a has adapters 0, 2 and 3, the last of which lies alone, too; b has them on other base weights. The
+    learning rates are high, so that adapters differ. What a notebook's run has as its reward, no command can load."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "home_made.py").write_text(WRAPPER)
     (folder / "words.txt").write_text("a red thing\na blue thing\na white sign")
     grpo.main(f"--wrapper {folder}/home_made.py:HomeMade --out {folder}/a".split())
     copy_run(folder / "a", folder / "b", seed=1)
     copy_run(folder / "a", folder / "notebook", reward="bright()")
+    copy_run(folder / "a", folder / "picky", wrapper=f"{folder}/home_made.py:Picky")
+    copy_run(folder / "a", folder / "editor", wrapper=f"{ROOT}/examples/edit.py:EditWrapper")
+    shutil.copytree(folder / "a/adapter_00003", folder / "alone")
+    return folder
+
+@pytest.fixture(scope="module")
+def glm(folder):
     flags = f"--prompts {folder}/words.txt --width 64 --height 96 --group-size 2 --batch-size 2 --steps 1 --lr 0.05"
     grpo.main(f"{flags} --out {folder}/glm".split())
-    return folder
 
 @pytest.fixture
 def run(folder, run, monkeypatch):
@@ -46,7 +63,7 @@ def run(folder, run, monkeypatch):
 
 def copy_run(source, name, **settings):
     """The same weights, with other settings."""
-    shutil.copytree(source, name, ignore=shutil.ignore_patterns("evaluation*"))
+    shutil.copytree(source, name, ignore=shutil.ignore_patterns("evaluation*", "film*", "pictures*"))
     path = Path(name, "config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
@@ -69,28 +86,55 @@ def test_measures_by_hand(tmp_path):
     Image.new("RGB", (9, 9), "red").save(tmp_path / "red.png")
     glm = mock.Mock(spec=grpo.GLMImageWrapper, config=grpo.Config(width=64, height=64))
     tokens = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [1, 1, 1, 1, 1, 2, 3, 5], [2, 2, 2, 2, 6, 7, 8, 5]])
-    codes = evaluate.pick_painted(glm, tokens)
+    codes = runs.pick_painted(glm, tokens)
     images = [Image.new("RGB", (64, 64), color) for color in ("red", "black", (255, 51, 0))]
     rewards = grpo.load_rewards("color=3,mse")
-    assert evaluate.measure(images, ["a red thing"] * 3, codes, tmp_path / "red.png", rewards) == {
+    assert scores.measure(images, "a red thing", codes, tmp_path / "red.png", rewards) == {
         "color": pytest.approx([1, 2 / 3, 1 - 0.2 / 3]), "mse": pytest.approx([0, -1 / 3, -0.04 / 3]),
         "codes differ": [1 / 4, 1, 3 / 4], "pixels differ": pytest.approx([1 / 3, 0.2 / 3, 1.2 / 3])}
-    assert evaluate.pick_painted("toy", tokens) is tokens
+    assert runs.pick_painted("toy", tokens) is tokens
 
 def test_table_by_hand(capsys):
-    """Mean, change, interval, share of prompts: (.2 + .4) / 2 = .3 becomes (.6 + .4) / 2 = .5, and one of two rises."""
+    """Mean, change, interval, share of prompts: (.2 + .4) / 2 = .3 becomes (.6 + .4) / 2 = .5, and one of two rises.
+    The quantile for two is 12.706; one prompt has no interval."""
     results = [[dict(color=[0.1, 0.3]), dict(color=[0.4, 0.4])], [dict(color=[0.6, 0.6]), dict(color=[0.5, 0.3])]]
-    evaluate.print_table(["step 0", "step 7"], results)
-    _, warning, *_, first, last = capsys.readouterr().out.splitlines()
-    assert "fewer than 12" in warning and first.split() == "step 0 0.300 +0.000 +0.000 .. +0.000 0%".split()
-    assert last.split() == "step 7 0.500 +0.200 +0.000 .. +0.400 50%".split()
+    tables.print_table(["step 0", "step 7"], results)
+    *_, first, last = capsys.readouterr().out.splitlines()
+    assert first.split() == "step 0 0.300 +0.000 +0.000 .. +0.000 0%".split()
+    assert last.split() == "step 7 0.500 +0.200 -2.341 .. +2.741 50%".split()
+    tables.print_table(["step 0", "step 7"], [rows[:1] for rows in results])
+    assert capsys.readouterr().out.splitlines()[-1].split() == "step 7 0.600 +0.400 - 100%".split()
+
+@pytest.mark.parametrize("n", [2, 3, 8, 24, 200])
+def test_95_of_100_intervals_have_the_mean(n):
+    """A bootstrap over prompts had it in 50, 70, 88 and 93 %, and quantiles of .05 and .95 have it in 90 %. It holds for
+    the best 4 of 8 of prompts with means of their own, too."""
+    rng = np.random.default_rng(n)
+    best = np.sort(rng.normal(size=(4000, n, 1)) + rng.normal(size=(4000, n, 8))) @ weigh_best(np.arange(8), 4)
+    for changes, mean in ((rng.normal(0.3, 2.0, (4000, n)), 0.3), (best, 1.0294)):
+        low, high = np.array([find_interval(each) for each in changes]).T
+        assert 0.94 < np.mean((low < mean) & (mean < high)) < 0.96
+
+@pytest.mark.parametrize("seed", [0, 1, 7, 999, 41_666, 2**40])
+def test_no_seed_is_one_of_training(seed):
+    """--seed 999 trained on the noise of the held-out pictures, which counted from 10**9. Two prompts differ."""
+    config = grpo.Config(seed=seed)
+    trained = {*range(8)} | {seed for step in (1, 2, 10_000) for seed in grpo.choose_prompts(step, 24, config)[1]}
+    for other in (0, 1, 999, 2**40):
+        seeds = scores.choose_seeds(500, other)
+        assert len({*seeds}) == 500 and 8 <= min(seeds) and max(seeds) < 1_000_000 <= min(trained - {*range(8)})
 
 def test_evaluate(run):
     """All adapters of a run, a table, a film; a second evaluation leaves the files of the first alone."""
     copy_run("a", "fresh")
-    out, results = compare(run, "fresh --prompts words.txt")
+    with mock.patch.object(pictures, "save_film", wraps=pictures.save_film) as save_film:
+        out, results = compare(run, "fresh --prompts words.txt")
     assert re.findall(r"step (\d) ", out)[:3] == ["0", "2", "3"] and results[0] != results[1] != results[2]
-    assert Image.open("fresh/film.png").size == (200 * 4, 200 * 4)  # a cell more each way, for the texts
+    film = Image.open("fresh/film.png")
+    assert film.size == (200 * 4, 200 * 4)  # a cell more each way, for the texts
+    *_, (_, *cells) = save_film.call_args.args[1]  # below each picture stands its score
+    assert [score for _, score in cells] == [f"{row['color'][0]:.3g}" for row in results[2]]
+    assert film.crop((600, 776, 800, 796)).convert("L").getextrema() == (0, 211)  # black on light gray
     assert compare(run, "fresh --prompts words.txt --steps 2 0")[1] == [results[1], results[0]]
     assert json.loads(Path("fresh/evaluation.json").read_text())["results"] == results
 
@@ -106,13 +150,189 @@ def test_no_score_is_lost(run, monkeypatch):
             evaluate.main(evaluate.parse_args())
         assert json.loads(Path(file).read_text())["seed"] == seed
 
-@pytest.mark.parametrize("flag, value", [("temperature", 3.0), ("top-k", 2), ("width", 128), ("guidance", 3.0)])
+@pytest.mark.parametrize("flag, value", [
+    ("temperature", 3.0), ("top-k", 2), ("top-p", 0.25), ("width", 128), ("height", 64), ("guidance", 3.0),
+    ("decode-steps", 60)])
 def test_equal_adapters_do_not_change(flag, value, run):
-    """A run at temperature 3 had a significant change of -.105, though its weights were those of the other."""
+    """A run at temperature 3 had a significant change of -.105, though its weights were those of the other. An adapter
+    outside of a run had no settings that could be told."""
     copy_run("a", flag, model="is loaded again", **{flag.replace("-", "_"): value})
-    out, (first, second) = compare(run, f"a {flag}")
-    assert f"\n{flag} had --{flag} {value}; all are drawn with those of a\n" in out and first == second
-    assert compare(run, f"{flag} a")[1][0] != first  # the setting does matter
+    wrapper = "--wrapper home_made.py:HomeMade --prompts words.txt"
+    out, (first, second, alone) = compare(run, f"a {flag} alone {wrapper}")
+    assert f"\n{flag} had --{flag} {value}; all are drawn with those of a\n" in out and first == second == alone
+    out, (other, _) = compare(run, f"{flag} alone {wrapper}")
+    assert other != first and " had " not in out  # the setting does matter
+
+RELATIVE = '''
+calls = []
+def green(images, prompts, targets=None):
+    """In how many of the others there is less."""
+    calls.append(prompts)
+    values = [sum(image.convert("RGB").getchannel(1).histogram()[128:]) for image in images]
+    return [sum(other < value for other in values) for value in values]
+green.relative = True
+'''
+
+def test_a_reward_that_is_relative_to_its_call(run):
+    """A trained adapter was .500, +0.000, +0.000 .. +0.000: it was compared with itself. Now pictures of one prompt
+    and of two adapters are in one call; the first adapter is the zero."""
+    Path("relative.py").write_text(RELATIVE)
+    copy_run("a", "judged", reward="relative.py:green,color")
+    out, (first, second, third) = compare(run, "judged --prompts words.txt --samples 3")
+    calls = sys.modules["relative"].calls
+    words = ["a red thing", "a blue thing", "a white sign"]
+    assert calls == [[word] * 6 for _ in range(2) for word in words]
+    assert [row["green"] for row in first] == [[0, 0, 0]] * 3
+    assert "above step 0, whose images it saw in the same call" in out
+    red, cyan = (Image.new("RGB", (4, 4), color) for color in ("red", "cyan"))
+    rewards = grpo.load_rewards("relative.py:green")
+    measure = functools.partial(scores.measure, prompt="red", codes=None, target=None, rewards=rewards)
+    assert measure([cyan, red], first=[red, red])["green"] == [3, 0]
+    assert measure([red, red], first=[cyan, red])["green"] == [-1.5, -1.5]
+    assert "evaluate two or more" in run("evaluate", "judged --prompts words.txt --steps 2")[2]
+
+# --- Best of k ----------------------------------------------------------------------------------------------
+def test_best_of_k_is_the_mean_over_all_subsets():
+    """Of 8 samples, also with equal scores, and of what another reward gives to the best one of each."""
+    rng = np.random.default_rng(0)
+    for first in (rng.normal(size=8), rng.integers(0, 3, 8)):
+        other = rng.normal(size=8)
+        row = dict(first=first, other=other)
+        for k in range(1, 9):
+            subsets = [[*subset] for subset in itertools.combinations(range(8), k)]
+            best = np.mean([first[subset].max() for subset in subsets])
+            # Of equal ones, each is picked as often.
+            picked = np.mean([other[subset][first[subset] == first[subset].max()].mean() for subset in subsets])
+            found = tables.find_best([row], "first", k), tables.find_best([row], "first", k, "other")
+            np.testing.assert_allclose(found, [[best], [picked]], rtol=1e-12)
+    for k in (0, 9):
+        with pytest.raises(ValueError, match=f"the best of {k} is not to be found from 8 samples"):
+            weigh_best(first, k)
+
+def test_best_of_k_is_unbiased():
+    """The best of 8 of a normal distribution is 1.4236. A bootstrap, with replacement, finds 1.18 in 8 samples."""
+    rng = np.random.default_rng(0)
+    tables_of_8 = rng.normal(size=(20_000, 8))
+    for k, true in ((2, 0.5642), (4, 1.0294), (8, 1.4236)):
+        found = np.sort(tables_of_8) @ weigh_best(np.arange(8), k)
+        assert found.mean() == pytest.approx(true, abs=4 * found.std() / 20_000**0.5)
+    drawn = np.take_along_axis(tables_of_8, rng.integers(0, 8, (20_000, 8)), 1).max(1)
+    assert drawn.mean() < 1.3
+
+def test_how_many_of_the_first_row_are_needed(capsys):
+    """Scores are quantiles of 0..1, of which the best of k has k / (k + 1): 3 / 4 is the best of 3, 7 / 10 that of 2.3.
+    A narrow row has the better mean, and the wide one the better best of many."""
+    def make(values):
+        return [dict(r=np.array(values) + shift) for shift in (-0.01, 0, 0.01)]
+
+    wide = np.arange(1, 33) / 33
+    for mean, told in ((0.75, "equals the best of 3.0 of"), (0.7, "equals the best of 2.4 of"),
+                       (0.97, "is above the best of 16 of"), (0.4, "is not above that of")):
+        tables.print_best(["step 0", "step 9"], [make(wide), make([mean] * 32)], ["r"])
+        assert f"The mean of step 9 {told} step 0" in (out := capsys.readouterr().out)
+        assert ("From k = 4 on, the best of step 0 is better than that of step 9, by 0.191 at 16" in out) == (mean == 0.75)
+    assert "For any k, the best of step 0" in out and re.search(r"r, best of k( +k = \d+){5}\n", out)
+    Figure = pytest.importorskip("matplotlib.figure", reason="pip install matplotlib").Figure
+    with mock.patch.object(Figure, "savefig", autospec=True) as save:  # the curves end where the tables do
+        tables.draw_best("best.png", ["step 0", "step 9"], [make(wide), make([0.7] * 32)], ["r"])
+    first, second = save.call_args.args[0].axes[0].lines
+    assert [*first.get_xdata()] == [*range(1, 17)] and first.get_ydata() == pytest.approx([k / (k + 1) for k in range(1, 17)])
+    assert second.get_ydata() == pytest.approx([0.7] * 16)
+
+def test_rewards_that_disagree(capsys):
+    """Of three pairs of images of the first prompt the two agree on one; on the second prompt's on all."""
+    rows = [dict(a=[1, 2, 3], b=[2, 1, 0.5]), dict(a=[1, 2, 3], b=[1, 2, 3])]
+    tables.print_agreement("step 0", rows, ["a", "b"])
+    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == "a, b +0.000".split()
+    assert find_agreement([1, 2, 3], [2, 1, 3]) == pytest.approx(1 / 3)
+
+# --- While a run goes on ------------------------------------------------------------------------------------
+def read(run):
+    return [json.loads(line) for line in Path(run, "evaluation.jsonl").read_text().splitlines()]
+
+def test_follow(run, monkeypatch):
+    """A row for each adapter as it appears, with the numbers of evaluate, under the names of metrics.jsonl. It may be
+    started before the run, which may be moved and go on; deleted adapters are named, and only multiples are wanted."""
+    out, results = compare(run, "a --prompts words.txt --samples 3")
+    events = iter(["*.json prompts.txt *_00000*", "*_00002*", "", "*_00003*"])  # what appears between two looks
+
+    def sleep(_):
+        for path in [path for pattern in next(events).split() for path in Path("a").glob(pattern)]:
+            Path("grown").mkdir(exist_ok=True)
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, Path("grown", path.name))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    flags = "--follow --prompts words.txt --samples 3"
+    code, out, _ = run("evaluate", f"grown {flags}")
+    assert code == 0 and "grown: evaluated on the CPU" in out and next(events, None) is None
+    rows = read("grown")
+    assert [row["step"] for row in rows] == [0, 2, 3]
+    logged = json.loads(Path("a/metrics.jsonl").read_text().splitlines()[0])
+    for row, measured in zip(rows, results):
+        means = [np.mean(each["color"]) for each in measured]
+        assert row["reward"] == row["reward/color"] == pytest.approx([np.mean(means), *find_interval(means)])
+        assert row["pixels differ"][0] == pytest.approx(np.mean([np.mean(each["pixels differ"]) for each in measured]))
+        assert {name for name in row if "reward" in name} <= {*logged}
+    Path("grown").rename("moved")
+    copy_run("moved", "longer", steps=5)
+    shutil.copytree("a/adapter_00003", "longer/adapter_00005")
+    Path("longer/samples_00004.png").touch()  # its adapter was deleted
+    assert run("evaluate", f"moved {flags}")[0] == 0 and read("moved") == rows
+    code, _, error = run("evaluate", f"longer {flags}")
+    assert [row["step"] for row in read("longer")] == [0, 2, 3, 5] and error == (
+        "longer: adapter_00004 is gone, and passed over\n")
+    assert "other settings" in run("evaluate", f"longer --follow --prompts words.txt --samples 4")[2]
+    Path("longer/evaluation.jsonl").unlink()
+    run("evaluate", f"longer {flags} --every 2")
+    assert [row["step"] for row in read("longer")] == [0, 2, 5]
+
+def follow(flags):
+    sys.argv = ["evaluate.py", *flags.split()]
+    evaluate.main(evaluate.parse_args())
+
+def test_two_followers_and_kills(run):
+    """Two at a time, killed amid a row, two others: each of 41 rows is there once, as without all this."""
+    copy_run("a", "long", steps=41)
+    for step in range(42):
+        shutil.copytree(f"a/adapter_0000{2 + step % 2}", f"long/adapter_{step:05d}", dirs_exist_ok=True)
+    copy_run("long", "undisturbed")
+    context = multiprocessing.get_context("fork")
+    file = Path("long/evaluation.jsonl")
+    for most in (5, 20, 41):
+        pair = [context.Process(target=follow, args=("long --follow --prompts words.txt --samples 2",)) for _ in range(2)]
+        [process.start() for process in pair]
+        while most < 41 and not (file.exists() and file.read_text().count("\n") >= most):
+            time.sleep(0.01)
+        [process.kill() for process in pair if most < 41]
+        [process.join() for process in pair]
+        if most < 41:
+            assert file.read_text().count("\n") < 41
+            file.write_text(file.read_text() + '{"step": 4')
+    assert [process.exitcode for process in pair] == [0, 0]
+    follow("undisturbed --follow --prompts words.txt --samples 2")
+    assert read("long") == read("undisturbed") and [row["step"] for row in read("long")] == [*range(42)]
+
+# --- What a run is ------------------------------------------------------------------------------------------
+def test_our_prompts_are_read_by_our_function(run):
+    """A wrapper's own, for another format, ended in a traceback."""
+    assert compare(run, "picky --steps 0 --samples 2")[0].count("24 prompts") == 1
+
+def test_nothing_is_written_to_an_adapter_that_will_be_uploaded(run):
+    """Its files go to its run or, if it lies in none, here."""
+    for adapter, home in (("alone", "."), ("a/adapter_00003", "a")):
+        before = {*Path(home).iterdir()}
+        typed = f"{adapter} --wrapper home_made.py:HomeMade"
+        assert run("evaluate", f"{typed} --prompts words.txt")[0] == run("generate", f"{typed} --prompt red")[0] == 0
+        new = {re.sub(r"\d*(\..*)?$", "", path.name) for path in {*Path(home).iterdir()} - before}
+        assert new == {"evaluation", "film", "pictures"} and len([*Path(adapter).iterdir()]) == 2
+
+@pytest.mark.parametrize("typed", ["generate a --prompt red --samples 1", "evaluate a --prompts words.txt --steps 2 3"])
+def test_in_a_pod_they_run_alone(typed, folder):
+    """WORLD_SIZE and RANK are in the surroundings: it asked for a --batch_size, which these programs do not have."""
+    name, *flags = typed.split()
+    done = subprocess.run([sys.executable, ROOT / f"examples/{name}.py", *flags], cwd=folder, capture_output=True, text=True,
+                          env=os.environ | dict(WORLD_SIZE="16", RANK="3", LOCAL_RANK="3"))
+    assert done.returncode == 0 and str(folder / "a") in done.stdout, done.stderr
 
 def test_runs_of_two_seeds(run):
     """Each on its own base weights: on another's it would be another model."""
@@ -120,59 +340,99 @@ def test_runs_of_two_seeds(run):
     assert compare(run, "b a")[1] == [second, first] and first != second
 
 def test_held_out_prompts_are_drawn_in_parts(run, monkeypatch):
-    """200 prompts x 4 were one batch, of 43 GB; the scores are those of one. No prompt is trained, and no seed."""
+    """200 prompts x 4 were one batch, of 43 GB; the scores are those of one. No prompt is trained."""
     sample = mock.Mock(side_effect=sys.modules["home_made"].HomeMade.sample)
     monkeypatch.setattr(sys.modules["home_made"].HomeMade, "sample", lambda *args: sample(*args))
     _, parts = compare(run, "a --steps 3 --samples 5 --seed 1")
-    monkeypatch.setattr(generate, "LIMIT", 1000)
+    monkeypatch.setattr(runs, "LIMIT", 1000)
     _, whole = compare(run, "a --steps 3 --samples 5 --seed 1")
     calls = [call.args[1:] for call in sample.mock_calls]
     assert parts == whole and [len(prompts) * samples for prompts, samples, _ in calls] == [*[30] * 4, 120]
     prompts, _, seeds = calls[-1]
-    assert seeds == [10**9 + 24 + i for i in range(24)] and not {*prompts} & {*grpo.load_prompts(None)[0]}
+    assert seeds == scores.choose_seeds(24, 1) and not {*prompts} & {*grpo.load_prompts(None)[0]}
 
 def test_generate_takes_what_it_is_given(run):
     """A step, an adapter's folder, also outside of its run, and a model without any, in a size of one's own."""
     told, wanted = draw(run, "a --step 2")
     assert told == "a: step 2" and wanted != draw(run, "a")[1]
-    shutil.copytree("a/adapter_00002", "alone")
-    for typed in ("a/adapter_00002", "alone --wrapper home_made.py:HomeMade"):
-        assert draw(run, typed) == (typed.split()[0], wanted)
+    assert draw(run, "a/adapter_00002") == ("a/adapter_00002", wanted)
+    assert draw(run, "alone --wrapper home_made.py:HomeMade") == ("alone", draw(run, "a --step 3")[1])
     assert draw(run, "--wrapper home_made.py:HomeMade --width 96")[1][1].size == (96, 32)
 
-def test_generate_draws_with_the_adapter_and_shows_what_it_changed(run):
-    """Picture by picture, those that the wrapper itself draws. The mean of a map is the estimate of the KL between two
-    models, one without adapter; before training it is 0. Rows are rows, in pictures that are not square, too."""
+def test_pictures_are_numbered(run):
+    """The second time they were there already, in whatever directory one happened to be."""
+    copy_run("a", "mine2")
+    for number in ("", 2, 3):
+        assert f"files: {Path('mine2').absolute()}/pictures{number}\n" in run("generate", "mine2 --prompt red")[1]
+
+def test_generate_draws_with_the_adapter_and_shows_what_it_changed(run, glm):
+    """Picture by picture, those that the wrapper itself draws. The mean over all tokens, the draft's, too, is that of
+    log pi_new - log pi_base of two models, one without adapter: the kl of the log; before training it is 0."""
     out = run("generate", "glm --prompt red green --samples 3 --seed 7 --change --out changed")[1]
-    config = generate.open_run("glm").config
+    config = runs.open_run("glm").config
     new, base = [grpo.GLMImageWrapper.from_pretrained(config.model, config) for _ in range(2)]
-    lora = generate.load_weights(new, Path("glm/adapter_00001"))
+    lora = runs.load_weights(new, Path("glm/adapter_00001"))
     rollout = new.sample(["red", "green"], 3, [7, 8])
     images = new.decode(["red", "green"], rollout.tokens, [7, 8])
     assert images == [Image.open(f"changed/{i:03}_{j}.png").copy() for i in range(2) for j in range(3)]
-    kl = new.compute_logprobs(rollout)[0] - base.compute_logprobs(rollout)[0]
-    torch.testing.assert_close(generate.compute_change(new, lora, rollout), kl.detach(), rtol=0, atol=1e-5)
+    kl = (new.compute_logprobs(rollout)[0] - base.compute_logprobs(rollout)[0]).detach()
+    torch.testing.assert_close(generate.compute_change(new, lora, rollout), kl, rtol=0, atol=1e-5)
+    told = [float(number) for number in re.findall(r"^ +(\S+) for each token, on average", out, re.MULTILINE)]
+    assert told == pytest.approx(kl.view(2, 3, -1).mean((1, 2)).tolist(), abs=6e-5) and min(map(abs, told)) > 1e-3
     painted = kl.view(2, 3, -1)[..., -6:]  # the large grid is 3 x 2
-    told = [float(number) for number in re.findall(r"^ +(\S+) on average", out, re.MULTILINE)]
-    assert told == pytest.approx(painted.mean((1, 2)).tolist(), abs=6e-5) and min(map(abs, told)) > 1e-3
     shown = Image.open("changed/001_2_change.png").resize((2, 3), Image.NEAREST)
-    red, _, blue = grpo.pil_to_tensor([shown])[0]
-    wanted = (painted[1, 2] / painted.abs().quantile(0.95)).clamp(-1, 1)
-    torch.testing.assert_close(red - blue, wanted.view(3, 2).detach(), rtol=0, atol=1 / 128)
-    assert "+0.0000 on average" in run("generate", "glm --prompt red --step 0 --change --out before")[1]
+    strength = 1 - grpo.pil_to_tensor([shown])[0, 1]  # pink has a green of 28 / 255, teal of 133 / 255
+    wanted = (painted[1, 2] / painted.abs().quantile(0.95)).clamp(-1, 1).view(3, 2)
+    wanted = wanted.clamp(min=0) * 227 / 255 - wanted.clamp(max=0) * 122 / 255
+    torch.testing.assert_close(strength, wanted, rtol=0, atol=1 / 128)
+    assert Image.open("changed/sheet.png").size == (200 * 7, 200 * 3)  # prompts beside, a heading above
+    assert "+0.0000 for each token" in run("generate", "glm --prompt red --step 0 --change --out before")[1]
     assert Image.open("before/000_0_change.png").getextrema() == ((255, 255),) * 3
+
+def test_maps_of_more_than_32_pictures(run):
+    """Those after the first 32 were drawn with the base model: the first map had turned the adapter off."""
+    words = " ".join(["red"] * 12)
+    for change in ("", "--change"):
+        run("generate", f"a --prompt {words} --samples 3 --out many{change} {change}")
+    names = sorted(path.name for path in Path("many").iterdir())[:36]
+    assert all(Path("many", name).read_bytes() == Path("many--change", name).read_bytes() for name in names)
+
+def test_the_cells_of_a_map_lie_over_the_squares_of_its_picture(run):
+    """Of 128 x 32 pixels, 4 x 4 squares had a map of 2 x 8; of 2048 x 32 they divided by 0."""
+    for width in (128, 2048):
+        run("generate", f"a --prompt red --change --width {width} --samples 1 --out wide{width}")
+        picture, shown = (Image.open(f"wide{width}/000_0{name}.png") for name in ("", "_change"))
+        assert shown.size == picture.size == (width, 32)
+        for image in (picture, shown):
+            assert image.resize((4, 4), Image.NEAREST).resize(image.size, Image.NEAREST).tobytes() == image.tobytes()
+
+@pytest.mark.parametrize("size, count, grid", [
+    ((64, 64), 576, (24, 24)), ((160, 32), 5, (1, 5)), ((2048, 32), 16, (4, 4)), ((96, 64), 54, (6, 9)),
+    ((128, 32), 16, None), ((64, 64), 15, None)])
+def test_the_grid_of_another_model(size, count, grid):
+    """Square pictures, square codes or a square grid; 16 codes of 128 x 32 pixels may be 4 x 4 or 2 x 8."""
+    wrapper = types.SimpleNamespace(config=grpo.Config(width=size[0], height=size[1]))
+    if grid:
+        assert generate.find_grid(wrapper, count) == grid
+    else:
+        with pytest.raises(grpo.BadInput, match="must have grid = rows, columns"):
+            generate.find_grid(wrapper, count)
 
 def test_the_newest_weights(run):
     """A run that was stopped before its adapter was drawn from with the untrained one; copies and archives of adapters
-    ended in a traceback."""
+    ended in a traceback. Steps have six digits, too."""
     copy_run("a", "stopped")
     Path("stopped/adapter_00003").rename("stopped/adapter_00009 (copy)")
     Path("stopped/adapter_00007").mkdir()  # being written
     Path("stopped/adapter_00008.zip").touch()
     assert draw(run, "stopped") == ("stopped: step 3, from checkpoint.pt", draw(run, "a")[1])
+    for step in (99_999, 100_000):
+        shutil.copytree("a/adapter_00003", f"stopped/adapter_{step}")
+    assert [*runs.find_weights(Path("stopped"))] == [0, 2, 99_999, 100_000]
+    assert draw(run, "stopped")[0] == "stopped: step 100000"
 
 @pytest.mark.parametrize("source, name", [("a", "wrapper"), ("glm", "model")])
-def test_a_run_that_was_moved(source, name, run):
+def test_a_run_that_was_moved(source, name, run, glm):
     """Copied from a cluster: what its config.json names lies elsewhere here."""
     here = json.loads(Path(source, "config.json").read_text())[name]
     copy_run(source, f"moved_{source}", **{name: "/gone.py:HomeMade"})
@@ -185,7 +445,11 @@ def test_a_run_that_was_moved(source, name, run):
     ("evaluate nowhere", "nowhere: is no folder of a run"),
     ("evaluate a --prompts words.txt --steps 0 7", "a: only has weights of steps [0, 2, 3]"),
     ("evaluate notebook", "notebook: its reward, bright(), cannot be loaded here; type --reward"),
-    ("evaluate a --reward mse", "every line of --prompts needs a target"),
+    ("evaluate a b --follow", "--follow: follows one run"),
+    ("evaluate alone --follow --wrapper home_made.py:HomeMade", "alone: is an adapter"),
+    ("evaluate editor", "--prompts: type a file of lines"),
+    ("evaluate alone", "alone: is of another model than GLM-Image; type --wrapper"),
+    ("generate alone --prompt red", "type --wrapper"),
     ("evaluate a --samples 33", "--samples: must be 2 to 32"),
     ("evaluate a --prompts words.txt --seed 17982163893102248868", "--seed: must be 0 to 2**40"),
     ("generate a", "--prompt or --prompts"),

@@ -1,18 +1,18 @@
-"""Tests of plot.py, on folders of runs that are written here: it needs no model, and nothing else than the folder."""
-import json, os, re, sys, types
+"""Tests of plot.py and follow.py, on folders of runs that are written here: they need no model, only the folder."""
+import functools, json, os, re, shutil, sys, threading, types
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from PIL import Image
 
-from examples import plot
+from examples import follow, pictures, plot
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 128, 0), (0, 0, 255), (255, 255, 255)
 
 def make_run(folder, prompts="red\ngreen\nblue\n", sizes={0: (64, 64), 2: (96, 32)}, **metrics):
     """A run of two steps. Its width was changed on the way, and what it was made with is gone."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     settings = dict(steps=2, save_every=2, width=96, model="/gone", wrapper="/gone.py:Gone", prompts="/gone.txt")
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "prompts.txt").write_bytes(prompts.encode())
@@ -53,11 +53,11 @@ TEXTS = ["Affe", "Äffchen, piñata — déjà vu", "рыжая лиса", "κό
 @pytest.mark.parametrize("text", TEXTS)
 def test_no_letter_is_a_box(text):
     """Each is drawn otherwise than a code point that no font has. matplotlib's font lacks Chinese and Korean only."""
-    path = plot.find_font(text)
+    path = pictures.find_font(text)
     if path is None:  # it becomes a number
-        assert text in TEXTS[-2:] or "matplotlib" not in sys.modules and not plot.importlib.util.find_spec("matplotlib")
+        assert text in TEXTS[-2:] or "matplotlib" not in sys.modules and not pictures.importlib.util.find_spec("matplotlib")
         return
-    *drawn, box = [plot.draw_letter(plot.load_font(path, 22), sign) for sign in (*"".join(text.split()), "\U0010ffff")]
+    *drawn, box = [pictures.draw_letter(pictures.load_font(path, 22), sign) for sign in (*"".join(text.split()), "\U0010ffff")]
     assert box not in drawn
 
 def test_a_text_that_no_font_has(run, tmp_path):
@@ -76,9 +76,30 @@ def test_figures_are_printed_once(run, tmp_path):
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
     make_run(tmp_path / "one")
     make_run(tmp_path / "two", **{"reward/a": 1, "reward/b": None, "reward": 3})
-    assert run("plot", "one")[1] == "one  reward: first five steps 0.375, last five 0.375\nreward: curve.png\n"
-    told = re.findall(r"two  (\S+): first five steps (\S+),", run("plot", "two")[1])
+    assert run("plot", "one")[1] == "one  reward: first step 0.250, last 0.500\nreward: curve.png\n"
+    told = re.findall(r"two  (\S+): first step (\S+),", run("plot", "two")[1])
     assert told == [("reward/a", "1.000"), ("reward/b", "nan"), ("reward", "3.000")]
+
+@pytest.mark.parametrize("steps, told", [
+    (1, "first step 0.010, last 0.010"), (9, "first step 0.010, last 0.810"),  # five and five overlapped
+    (10, "first five steps 0.110, last five 0.660"), (13, "first five steps 0.110, last five 1.230")])
+def test_the_first_and_the_last_five_steps(run, tmp_path, steps, told):
+    """Of squares, so that the mean of four, or of five others, is another."""
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    write_rows(make_run(tmp_path / "mine"), [dict(step=i, reward=i * i / 100) for i in range(1, steps + 1)])
+    assert run("plot", "mine")[1] == f"mine  reward: {told}\nreward: curve.png\n"
+
+@pytest.mark.parametrize("steps", [1, 3, 20])
+def test_steps_are_whole(run, tmp_path, steps):
+    """A curve had ticks at 2.5 steps."""
+    Figure = pytest.importorskip("matplotlib.figure", reason="pip install matplotlib").Figure
+    write_rows(make_run(tmp_path / "mine"), [dict(step=i, reward=i) for i in range(1, steps + 1)])
+    with mock.patch.object(Figure, "savefig", autospec=True, side_effect=Figure.savefig) as save:
+        run("plot", "mine")
+    axes = save.call_args.args[0].axes[0]
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert ticks and all([tick == round(tick) for tick in ticks])
 
 def test_what_is_damaged_is_told(run, tmp_path):
     """NaN was left out of means, and a last row without its end; half a picture ended all; no broken line was named."""
@@ -91,7 +112,7 @@ def test_what_is_damaged_is_told(run, tmp_path):
         assert code == 0 and error == "mine/samples_00002.png: passed over, as it is not whole\n", out
         assert Image.open("film.png").size == (800, 400)
     log.write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": null}')
-    assert run("plot", "mine --curve curve")[1] == "mine  loss: first five steps nan, last five nan\nloss: curve\n"
+    assert run("plot", "mine --curve curve")[1] == "mine  loss: first step 1.000, last nan\nloss: curve\n"
     assert Image.open("curve").format == "PNG"
     log.write_text("<<<<\n" + log.read_text())
     assert run("plot", "mine")[2].startswith("plot.py: error: mine/metrics.jsonl, line 1: ")
@@ -109,21 +130,32 @@ def test_the_legend_names_all_runs(run, tmp_path):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == names
     assert 0 < legend.x0 < legend.x1 < figure.bbox.x1 and 0 < legend.y0 < legend.y1 < axes.y0 < axes.y1 - 100
 
-def follow(folder, monkeypatch, *events):
-    """Follows a run -> the last step that was sent. Each event happens while it waits; then somebody stops it."""
-    handlers = []
-    happen = iter([*events, lambda: handlers[0][1]()])
-    stopped = mock.Mock()
-    stopped.wait.side_effect = lambda seconds: (next(happen)(), stopped.set.called)[1]
-    monkeypatch.setattr(plot, "threading", mock.Mock(Event=lambda: stopped))
-    monkeypatch.setattr(plot, "signal", types.SimpleNamespace(SIGTERM=15, signal=lambda *args: handlers.append(args)))
-    plot.follow(str(folder), "project")
-    return json.loads((folder / "wandb.json").read_text())["project"]["step"]
+@pytest.fixture
+def send(monkeypatch):
+    """send(folder, *events): follows a run -> what stands in wandb.json of it. Each event happens while it waits; then
+    somebody stops it."""
+    def execute(folder, *events, service="wandb", project="project"):
+        handlers = []
+        happen = iter([*events, lambda: handlers[0][1]()])
+        stopped = mock.Mock()
+        stopped.wait.side_effect = lambda seconds: (next(happen)(), stopped.set.called)[1]
+        signals = types.SimpleNamespace(SIGTERM=15, signal=lambda *args: handlers.append(args))
+        monkeypatch.setattr(follow, "signal", signals)
+        with monkeypatch.context() as patch:
+            patch.setattr(follow, "threading", mock.Mock(Event=lambda: stopped))
+            follow.follow(str(folder), service, project)
+        return json.loads((folder / f"{service}.json").read_text())[project]
 
-def test_one_run_of_wandb_for_a_folder(tmp_path, monkeypatch):
-    """A resumed training began another run there, with rows twice or never."""
-    wandb = pytest.importorskip("wandb", reason="pip install wandb")
+    return execute
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """The package, offline."""
     monkeypatch.setenv("WANDB_MODE", "offline")
+    return pytest.importorskip("wandb", reason="pip install wandb")
+
+def test_one_run_of_wandb_for_a_folder(tmp_path, monkeypatch, send, wandb):
+    """A resumed training began another run there, with rows twice or never."""
     log = mock.Mock(side_effect=wandb.Run.log)
     monkeypatch.setattr(wandb.Run, "log", lambda *args, **kwargs: log(*args, **kwargs))
     folder = make_run(tmp_path / "mine", sizes={0: (64, 64), 2: (64, 64)})
@@ -132,19 +164,136 @@ def test_one_run_of_wandb_for_a_folder(tmp_path, monkeypatch):
     sheet.write_bytes(whole[:99])
     rows = [dict(step=step, reward=step / 4, kl=None) for step in (1, 2, 3, 4)]
     write_rows(folder, rows[:1])
-    assert follow(folder, monkeypatch, lambda: write_rows(folder, rows[:2])) == 1  # the second waits for its pictures
-    assert follow(folder, monkeypatch, lambda: sheet.write_bytes(whole)) == 2  # the run is done
+    assert send(folder, lambda: write_rows(folder, rows[:2]))["step"] == 1  # the second waits for its pictures
+    assert send(folder, lambda: sheet.write_bytes(whole))["step"] == 2  # the run is done
     (folder / "config.json").write_text((folder / "config.json").read_text().replace('"steps": 2', '"steps": 4'))
     (folder / "metrics.jsonl").open("a").write(json.dumps(rows[2])[:-5])  # it was resumed, and is amid a row
     later = [lambda: write_rows(folder, rows), lambda: os.utime(folder / "metrics.jsonl", (0, 0))]  # no more pictures
-    assert follow(folder, monkeypatch, *later) == follow(folder, monkeypatch) == 4
+    assert send(folder, *later)["step"] == send(folder)["step"] == 4
     sent = [(call.kwargs["step"], call.args[1].get("reward"), "samples" in call.args[1]) for call in log.mock_calls]
     assert sent == [(0, None, True), (1, 0.25, False), (2, 0.5, True), (3, 0.75, False), (4, 1.0, False)]
     assert len({call.args[0].id for call in log.mock_calls}) == 1
 
-@pytest.mark.parametrize("module", [None, types.ModuleType("wandb")])
-def test_without_the_package_one_line_says_how_to_install_it(module, run, tmp_path, monkeypatch):
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A service as wandb's, which keeps what it gets -> [(where, step, metrics)]."""
+    sent = []
+
+    def init(config, resume, **where):
+        assert resume == "allow"
+        log = lambda metrics, step, commit: sent.append((where, step, metrics))
+        return types.SimpleNamespace(log=log, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Image=lambda sheet: sheet))
+    return sent
+
+def copy(old, new):
+    shutil.copytree(old, new)
+
+def copy_and_rename(old, new):
+    shutil.copytree(old, new)
+    old.rename(old.with_name("renamed"))
+
+def swap(old, new):
+    old.rename(new)
+    shutil.copytree(new, old)
+
+@pytest.mark.parametrize("change, folder", [
+    (copy, "runs/other"), (copy, "elsewhere/deep/other"), (copy_and_rename, "runs/other"),
+    (copy_and_rename, "elsewhere/deep/other"), (swap, "runs/other")])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_copy_is_a_run_of_its_own(tmp_path, send, stand_in, change, folder, order):
+    """`cp -r a b`: both went on, and one overwrote the other, as they had one id. It has what came before, too."""
+    mine, other = make_run(tmp_path / "runs/mine"), tmp_path / folder
+    known = send(mine)["id"]
+    other.parent.mkdir(parents=True, exist_ok=True)
+    change(mine, other)
+    folders = [path for path in (mine, other, mine.with_name("renamed")) if path.exists()][::order]
+    ids = {path: send(path)["id"] for path in folders}
+    assert len({*ids.values()}) == 2 and known in ids.values()
+    assert ids == {path: send(path)["id"] for path in folders}  # each keeps its own
+    steps = [step for where, step, _ in stand_in if where["id"] != known]
+    assert steps == [0, 1, 2]
+    if change is copy:
+        assert ids[mine] == known
+
+def across_disks(old, new):
+    shutil.copytree(old, new)
+    shutil.rmtree(old)
+
+@pytest.mark.parametrize("move", [Path.rename, across_disks])
+def test_a_run_that_was_moved_keeps_its_id(tmp_path, send, stand_in, move):
+    """And is not sent again."""
+    mine, other = make_run(tmp_path / "runs/mine"), tmp_path / "other"
+    known = send(mine)
+    move(mine, other)
+    write_rows(other, [dict(step=step, reward=step) for step in (1, 2, 3)])
+    assert send(other)["id"] == known["id"] and send(other)["step"] == 3
+    assert [step for _, step, _ in stand_in] == [0, 1, 2, 3]
+
+def test_a_follower_that_is_started_with_the_training(tmp_path, run, monkeypatch, stand_in):
+    """It said that there is no folder of a run, as the model was still being loaded. It does not wait for ever."""
+    monkeypatch.setattr("examples.follow.SECONDS", 0.01)
+    begin = threading.Timer(0.5, lambda: make_run(tmp_path / "mine"))
+    begin.start()
+    code, out, error = run("plot", "mine --wandb project")
+    assert code == 0 and [step for _, step, _ in stand_in] == [0, 1, 2], error
+    assert out.startswith("mine: is no folder of a run yet; this waits until one begins there\n")
+    monkeypatch.setattr("examples.follow.PATIENCE", 0.02)
+    assert run("plot", "gone --wandb project")[::2] == (
+        2, "plot.py: error: gone: is no folder of a run, and none has begun there\n")
+
+def test_an_entity_and_a_refusal(tmp_path, run, wandb, monkeypatch):
+    """team/project was refused, and an entry that leads nowhere stayed in wandb.json."""
+    folder = make_run(tmp_path / "mine")
+    for wrong in ("a/b/c", "/b", "a/", "b:c"):
+        code, _, error = run("plot", f"mine --wandb {wrong}")
+        assert code == 2 and re.fullmatch(r"plot.py: error: --wandb '?[^ ]+: .+\n", error), error
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb, "init", mock.Mock(side_effect=wandb.errors.CommError("permission\ndenied")))
+        assert run("plot", "mine --wandb team/mine")[2] == "plot.py: error: --wandb team/mine: permission denied\n"
+    assert not (folder / "wandb.json").exists()
+    with mock.patch.object(wandb, "init", side_effect=wandb.init) as init:
+        assert run("plot", "mine --wandb team/project")[0] == 0
+    assert init.call_args.kwargs["entity"] == "team" and init.call_args.kwargs["project"] == "project"
+
+def test_what_is_not_sent_yet_is_not_called_sent(tmp_path, run, wandb, monkeypatch):
+    """Offline, "all until step 2 is sent" was printed. Of two starts the command that sends it names both folders."""
+    folder = make_run(tmp_path / "mine")
+    for steps in (2, 3):
+        write_rows(folder, [dict(step=step, reward=step) for step in range(1, steps + 1)])
+        out = run("plot", "mine --wandb project")[1]
+    folders = sorted([str(path.relative_to(tmp_path)) for path in folder.glob("wandb/offline-*")])
+    known = json.loads((folder / "wandb.json").read_text())["project"]["id"]
+    assert len(folders) == 2 and out.endswith(
+        f"mine: all until step 3 is written for project, as {known}. When you are online, this sends it:\n"
+        f"    wandb sync {' '.join(folders)}\n")
+    for path in folders:  # as `wandb sync` marks them
+        Path(path, f"run-{known}.wandb.synced").touch()
+    assert run("plot", "mine --wandb project")[1] == f"mine: all until step 3 is sent to project, as {known}\n"
+    monkeypatch.setattr(wandb, "init", functools.partial(wandb.init, mode="disabled"))
+    assert "nothing is sent" in run("plot", "mine --wandb another")[2]
+
+def test_trackio(tmp_path, send, monkeypatch):
+    """Two starts are one run of its page, with each row once; a run of the same name elsewhere is another."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="pip install trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+    folder, other = [make_run(tmp_path / name, sizes={0: (64, 64), 2: (64, 64)}) for name in ("mine", "other/mine")]
+    for steps in (2, 3):
+        write_rows(folder, [dict(step=step, reward=step / 4, kl=None) for step in range(1, steps + 1)])
+        state = send(folder, service="trackio")
+    send(other, service="trackio")
+    assert len(SQLiteStorage.get_runs("project")) == 2
+    rows = SQLiteStorage.get_logs("project", f"mine-{state['id']}")
+    assert [(row["step"], row.get("reward"), "samples" in row) for row in rows] == [
+        (0, None, True), (1, 0.25, False), (2, 0.5, True), (3, 0.75, False)]
+
+@pytest.mark.parametrize("service", ["wandb", "trackio"])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_without_the_package_one_line_says_how_to_install_it(service, is_folder, run, tmp_path, monkeypatch):
     """Not a traceback; a folder of its name, which wandb itself leaves behind, is no package."""
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setitem(sys.modules, service, types.ModuleType(service) if is_folder else None)
     make_run(tmp_path / "mine")
-    assert run("plot", "mine --wandb project") == (2, "", "plot.py: error: --wandb: first run `pip install wandb`\n")
+    error = f"plot.py: error: --{service}: first run `pip install {service}`\n"
+    assert run("plot", f"mine --{service} project") == (2, "", error)

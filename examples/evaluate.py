@@ -3,12 +3,17 @@ how much the samples of a prompt still differ. They may be of one run or of seve
 
     python -m examples.evaluate runs/mine --steps 0 20 --reward color,mine.py:bright
     python -m examples.evaluate runs/a runs/b runs/c/adapter_00010 --prompts mine.txt
+    python -m examples.evaluate runs/mine --samples 32 --curve best_of.png
+    python -m examples.evaluate runs/mine --follow --every 50
 
 All adapters use the same seeds and the settings of the first run, such as temperature and size, so
 that only weights make a difference. The first adapter is what the others are compared with. The
-first run's folder gets evaluation.json, with every score, and film.png, a grid of pictures.
+first run's folder gets evaluation.json, with every score, and film.png, a grid of pictures; an
+adapter's that lies in no run does not, as it may be uploaded: they are written here. The best of k
+images of each adapter, for k up to half of --samples, tells whether training gave more than to draw
+many and keep the best. With --follow, evaluation.jsonl gets a line for each adapter while it trains.
 """
-import argparse, dataclasses, itertools, json, os, sys
+import argparse, contextlib, functools, importlib.util, json, os, re, sys, time, zlib
 from pathlib import Path
 
 def parse_args():
@@ -21,11 +26,15 @@ def parse_args():
         "weights of each of several")
     add("--model", help="hub id or folder: where the model of all runs lies now")
     add("--wrapper", metavar="FILE:CLASS", help="where the wrapper of all runs lies now")
-    add("--prompts", default=Path(__file__).with_name("make") / "held_out.txt", metavar="FILE",
+    add("--prompts", metavar="FILE",
         help="text file with a prompt on each line; default: examples/make/held_out.txt")
     add("--reward", help="as for grpo.py; default: that of the first run")
     add("--samples", type=int, default=4, help="per prompt; default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the samples; default: %(default)s")
+    add("--curve", metavar="FILE", help="plot the best of k (pip install matplotlib)")
+    add("--follow", action="store_true", help="evaluate a run's adapters as training saves them")
+    add("--every", type=int, default=1, metavar="STEPS", help="with --follow: only adapters of "
+        "multiples of these steps, and the last; default: all")
     if len(sys.argv) == 1:
         parser.print_help()
         parser.exit()
@@ -33,57 +42,24 @@ def parse_args():
 
 if __name__ == "__main__":
     ARGS = parse_args()  # before the imports, which take seconds
+    os.environ |= dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")  # it runs alone, also in a pod
 
-import numpy as np
-from PIL import ImageChops
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
-from examples.edit import open_source
-from examples.generate import (
-    LIMIT, check_prompts, draw, load_weights, name_step, open_run, pick_painted)
-from examples.plot import fail, save_film
+from examples.alarms import find_alarms
+from examples.follow import SECONDS, fail, read_rows, read_settings, wait_for_run
+from examples.pictures import save_film
+from examples.runs import (
+    LIMIT, PICTURE, check_prompts, choose_steps, find_home, find_weights, is_editor, load_weights,
+    open_run, report, take_number, take_settings, tell_differences)
+from examples.scores import choose_seeds, find_relative, measure_adapter, summarize
+from examples.tables import draw_best, print_agreement, print_best, print_table
 
-# --- Which adapters, and how they are drawn -----------------------------------
-def choose_steps(paths, steps, **typed):
-    """-> {label: (run, step)}. Of one run all steps, of several the last of each, or `steps`."""
-    chosen = {}
-    for path in paths:
-        run = open_run(path, **typed)
-        there = [*run.weights]
-        if there == [None]:  # the path is that of an adapter
-            chosen[path] = run, None
-            continue
-        wanted = steps or (there if len(paths) == 1 else there[-1:])
-        if not wanted or not {*wanted} <= {*there}:
-            raise grpo.BadInput(f"{path}: only has weights of steps {there}")
-        for step in wanted:
-            name = name_step(run, step)
-            chosen[name if len(paths) == 1 else f"{path}, {name}"] = run, step
-    return chosen
+HELD_OUT = Path(__file__).with_name("make") / "held_out.txt"
 
-PICTURE = "width height temperature top_k top_p decode_steps guidance".split()  # make a picture
-
-def take_settings(config, first):
-    """-> the Config of a run, but with all of the first run's that is about drawing."""
-    names = [*PICTURE, "group_size", "micro_batch_size", "offload"]
-    return dataclasses.replace(config, **{name: getattr(first, name) for name in names})
-
-def tell_differences(runs):
-    """-> a sentence on the settings that other runs than the first had, or None."""
-    first, *others = runs
-    told = []
-    for run in others:
-        flags = []
-        for name in PICTURE:
-            flag = "--" + name.replace("_", "-")
-            value = getattr(run.config, name)
-            if value != getattr(first.config, name):
-                flags.append(f"no {flag}" if value is None else f"{flag} {value}")
-        if flags and run.config.resume:  # an adapter outside of a run has no settings
-            told.append(f"{run.path} had {', '.join(flags)}")
-    return f"{'; '.join(told)}; all are drawn with those of {first.path}" if told else None
-
+# --- What is evaluated, and how -----------------------------------------------
 def load_rewards(typed, run):
     """A notebook's reward is a name only, and sft.py has none."""
     try:
@@ -94,118 +70,200 @@ def load_rewards(typed, run):
         raise grpo.BadInput(f"{run.path}: its reward, {run.config.reward}, cannot be loaded here; "
                             "type --reward") from error
 
-# --- Measuring ----------------------------------------------------------------
+def load_prompts(run, path):
+    """Our own file is read by our own function: a wrapper's may read another format."""
+    if path:
+        return run.load_prompts(path)
+    if is_editor(run):
+        raise grpo.BadInput("--prompts: type a file of lines `instruction<TAB>source.png`")
+    return grpo.load_prompts(HELD_OUT)
+
+def prepare(args, run):
+    """All input is checked before a model is loaded -> prompts, targets, rewards."""
+    prompts, targets = load_prompts(run, args.prompts)
+    if not 2 <= args.samples <= LIMIT:
+        raise grpo.BadInput(f"--samples: must be 2 to {LIMIT}, to compare them")
+    if not 0 <= args.seed <= 2**40:
+        raise grpo.BadInput(f"--seed: must be 0 to 2**40, and is {args.seed}")
+    return prompts, targets or [None] * len(prompts), load_rewards(args.reward, run)
+
+def load_model(run, config, prompts):
+    wrapper = run.Wrapper.from_pretrained(config.model, config)
+    check_prompts(wrapper, prompts)
+    return wrapper
+
+# --- Several adapters ---------------------------------------------------------
 def evaluate(chosen, prompts, targets, rewards, samples=4, seed=0):
-    """For each (run, step), yields `measure` of each prompt, and the first images of 8 prompts. All
+    """For each (run, step), yields `measure` of each prompt, and an image of each of 8 prompts. All
     use the same seeds and the settings of the first, so only the weights make a difference."""
-    seeds = [10**9 + seed * len(prompts) + i for i in range(len(prompts))]  # not used in training
-    first = chosen[0][0].config
-    wrapper = loaded = None
+    seeds = choose_seeds(len(prompts), seed)
+    settings = chosen[0][0].config
+    compares = find_relative(rewards)
+    first = wrapper = loaded = None
     for run, step in chosen:
-        config = take_settings(run.config, first)
+        config = take_settings(run.config, settings)
         # A wrapper may make random weights from the seed. GLM-Image loads all, in minutes.
         is_glm = issubclass(run.Wrapper, grpo.GLMImageWrapper)
         model = run.Wrapper, config.model, None if is_glm else config.seed
         if model != loaded:
             wrapper = None  # frees the memory of the last one
-            wrapper = run.Wrapper.from_pretrained(config.model, config)
-            check_prompts(wrapper, prompts)
+            wrapper = load_model(run, config, prompts)
             loaded = model
         load_weights(wrapper, run.weights[step])
         rows = []
         pictures = []
-        for target, (group, images, _) in zip(targets, draw(wrapper, prompts, samples, seeds)):
-            # The tokens of flow.py are no codes, but latents.
-            is_latent = group.tokens.is_floating_point()
-            codes = None if is_latent else pick_painted(wrapper, group.tokens)
-            rows.append(measure(images, group.prompts, codes, target, rewards))
-            pictures += images[:1] if len(pictures) < 8 else []
-        yield rows, pictures
+        for measures, images in measure_adapter(
+                wrapper, prompts, targets, rewards, samples, seeds, first):
+            rows.append(measures)
+            pictures.append(images if compares or len(pictures) < 8 else [])
+        first = first or pictures
+        yield rows, [images[0] for images in pictures[:8]]
 
-def measure(images, prompts, codes, target, rewards):
-    """The rewards of each sample of a prompt, and how much each pair of samples differs, 0..1."""
-    measures = {}
-    for name, (function, _) in rewards.items():
-        reward = {name: (function, 1)}
-        scores, _ = grpo.compute_rewards(images, prompts, [target] * len(images), reward)
-        measures[name] = scores.tolist()
-    if codes is not None:
-        measures["codes differ"] = [
-            np.mean(a != b) for a, b in itertools.combinations(codes.numpy(), 2)]
-    measures["pixels differ"] = [np.mean(ImageChops.difference(a, b)) / 255
-                                 for a, b in itertools.combinations(images, 2)]
-    return measures
+# --- While a run goes on ------------------------------------------------------
+def follow(args):
+    """Evaluates adapters as they appear, until the run is done. evaluation.jsonl, in the run's
+    folder, gets a line for each, and says where to go on."""
+    run, prompts, targets, rewards = start_following(args)
+    settings = {name: getattr(run.config, name) for name in PICTURE} | dict(
+        samples=args.samples, seed=args.seed,
+        reward={name: weight for name, (_, weight) in rewards.items()},
+        prompts=f"{len(prompts)}, {zlib.crc32(repr(prompts).encode()):08x}")
+    load = functools.cache(functools.partial(load_model, run, run.config, prompts))
+    seeds = choose_seeds(len(prompts), args.seed)
+    told = set()
+    while True:
+        steps, gone, is_over = grpo.attempt(
+            f"{run.path}: start this again where the run is now", find_news, run, args.every)
+        messages = [f"adapter_{step:05d} is gone, and passed over" for step in sorted(gone)]
+        messages += find_alarms(read_rows(run.folder), read_settings(run.folder))
+        for message in messages:
+            if message not in told:
+                print(f"{run.path}: {message}", file=sys.stderr)
+        told.update(messages)
+        for step in steps:
+            with claim(run, step, settings) as write:
+                weights = find_weights(run.folder)
+                if write and step in weights:  # it may have been deleted since
+                    load_weights(load(), weights[step])
+                    measured = [measures for measures, _ in measure_adapter(
+                        load(), prompts, targets, rewards, args.samples, seeds)]
+                    write(dict(step=step) | summarize(measured, rewards))
+        if is_over:
+            return
+        time.sleep(SECONDS)
 
-# --- The table ----------------------------------------------------------------
-def find_interval(changes):
-    """95 % interval of their mean, by bootstrap over prompts: images of one are not independent."""
-    drawn = np.random.default_rng(0).choice(changes, (10_000, len(changes)))
-    return np.quantile(drawn.mean(1), [0.025, 0.975])
+def start_following(args):
+    """-> run, prompts, targets, rewards."""
+    if len(args.runs) > 1 or args.steps or args.every < 1:
+        raise grpo.BadInput("--follow: follows one run, without --steps; --every is at least 1")
+    path = args.runs[0]
+    if Path(path, "adapter_config.json").is_file():
+        raise grpo.BadInput(f"--follow {path}: is an adapter; type the folder of its run")
+    wait_for_run(path)
+    run = open_run(path, model=args.model, wrapper=args.wrapper)
+    prompts, targets, rewards = prepare(args, run)
+    for name in find_relative(rewards):
+        raise grpo.BadInput(f"--reward {name}: compares adapters, and --follow takes one at a time")
+    where = "the CPU, as there is no GPU"
+    if grpo.CUDA:
+        where = (f"the GPU {torch.cuda.get_device_name(grpo.DEVICE)}, the first that it sees; "
+                 "CUDA_VISIBLE_DEVICES=1 before the command takes the second")
+    print(f"{path}: evaluated on {where}", flush=True)
+    return run, prompts, targets, rewards
 
-def print_table(labels, results):
-    """Each measure: mean, change since the first row, and the share of prompts where it rose."""
-    n = len(results[0])
-    width = max(27, *map(len, labels))
-    print(f"{n} prompts, changes since {labels[0]}")
-    if n < 12:
-        print("Warning: with fewer than 12 prompts the intervals are too narrow. Use more.")
-    shared = [name for name in results[0][0] if all([name in rows[0] for rows in results])]
-    for name in shared:
-        print(f"\n{name:{width}}      mean  change   95 % interval    rose in")
-        means = [np.array([np.mean(row[name]) for row in rows]) for rows in results]  # [P] each
-        for label, values in zip(labels, means):
-            changes = values - means[0]
-            low, high = find_interval(changes)
-            print(f"  {label:{width}}{values.mean():8.3f}  {changes.mean():+.3f}  "
-                  f"{low:+.3f} .. {high:+.3f}  {np.mean(changes > 0):6.0%}")
+def find_news(run, every):
+    """-> steps whose adapters are there, those whose adapters were there, and whether the run is
+    done. Training writes samples_00010.png, then the adapter, then the checkpoint."""
+    last = read_settings(run.folder)["steps"]
+    weights = find_weights(run.folder)
+    steps = [step for step, where in weights.items()
+             if step == last or (step % every == 0 and not isinstance(where, dict))]
+    saved = {int(match[1]) for path in run.folder.iterdir()
+             if (match := re.fullmatch(r"samples_(\d{5,})\.png", path.name))}
+    gone = {step for step in saved - {*weights}
+            if step < max(weights, default=0) and step % every == 0}
+    return steps, gone, last in weights
 
-def write_files(args, labels, prompts, results, pictures):
-    """-> a sentence that names them. A run that cannot be written to leaves them here."""
-    folder = Path(args.runs[0] if os.access(args.runs[0], os.W_OK) else "")
-    for number in ["", *range(2, 1000)]:
-        try:  # keep the files of earlier evaluations, and of one that ends at the same time
-            file = open(folder / f"evaluation{number}.json", "x")
-            break
-        except FileExistsError:
-            pass
+@contextlib.contextmanager
+def claim(run, step, settings):
+    """Gives a function that writes the row of a step, or None if the row is there. Of several
+    followers one at a time is in here: the lock of one that is killed is free at once."""
+    import fcntl  # not on Windows
+    path = run.folder / "evaluation.jsonl"
+    with open(path, "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        text = file.read()
+        end = text.rfind(b"\n") + 1
+        file.truncate(end)  # a line that a kill has cut
+        rows = [json.loads(line) for line in text[:end].splitlines()]
+        for row in rows[-1:]:
+            if row["settings"] != settings:
+                raise grpo.BadInput(f"{path}: was written with other settings, {row['settings']}; "
+                                    "type these, or move the file away")
+
+        def write(row):
+            file.write(json.dumps(row | dict(settings=settings)).encode() + b"\n")
+            print(*[f"{name} {value[0]:<10.4g}" if isinstance(value, list) else f"{name} {value:<6}"
+                    for name, value in row.items()], flush=True)
+
+        yield None if step in [row["step"] for row in rows] else write
+
+# --- The command --------------------------------------------------------------
+def write_files(args, run, labels, prompts, rewards, results, pictures):
+    """-> a sentence that names them."""
+    folder = find_home(run)
+    number, file = take_number(lambda number: open(folder / f"evaluation{number}.json", "x"))
     with file:
         json.dump(dict(adapters=labels, prompts=prompts, samples=args.samples, seed=args.seed,
                        results=results), file)
-    rows = [["", *prompts]]
+    rows = [[f"below: {', '.join(rewards)}", *prompts]]
     if all([hasattr(prompt, "source") for prompt in prompts]):  # the pictures that were edited
-        rows.append(["source", *[open_source(prompt.source) for prompt in prompts[:8]]])
-    rows += [[label, *row] for label, row in zip(labels, pictures)]
+        rows.append(["source", *[grpo.open_image(prompt.source) for prompt in prompts[:8]]])
+    for label, images, measured in zip(labels, pictures, results):
+        scores = ["  ".join([f"{each[name][0]:.3g}" for name in rewards]) for each in measured]
+        rows.append([label, *zip(images, scores)])
     save_film(folder / f"film{number}.png", rows)
-    return (f"Wrote evaluation{number}.json, with every score, and film{number}.png to "
-            f"{folder.absolute()}")
+    return f"Wrote evaluation{number}.json, with every score, and film{number}.png to {folder}"
 
-def main(args):
-    try:  # all input is checked before a model is loaded
-        chosen = choose_steps(args.runs, args.steps, model=args.model, wrapper=args.wrapper)
-        first, *_ = runs = [*{run.path: run for run, _ in chosen.values()}.values()]
-        prompts, targets = first.load_prompts(args.prompts)
-        rewards = load_rewards(args.reward, first)
-        grpo.try_rewards(rewards, prompts, targets, first.config)
-        if not 2 <= args.samples <= LIMIT:
-            raise grpo.BadInput(f"--samples: must be 2 to {LIMIT}, to compare them")
-        if not 0 <= args.seed <= 2**40:
-            raise grpo.BadInput(f"--seed: must be 0 to 2**40, and is {args.seed}")
-        results, pictures = zip(*evaluate(
-            [*chosen.values()], prompts, targets, rewards, args.samples, args.seed))
-    except grpo.BadInput as error:
-        fail(error)
+def compare(args):
+    """Evaluates all adapters, writes files, prints tables."""
+    chosen = choose_steps(args.runs, args.steps, model=args.model, wrapper=args.wrapper)
+    first, *_ = runs = [*{run.path: run for run, _ in chosen.values()}.values()]
+    prompts, targets, rewards = prepare(args, first)
+    relative = find_relative(rewards)
+    if relative and len(chosen) < 2:
+        raise grpo.BadInput(f"--reward {relative[0]}: compares adapters, so evaluate two or more")
+    results, pictures = zip(*evaluate(
+        [*chosen.values()], prompts, targets, rewards, args.samples, args.seed))
     try:  # before the table, whose reader may stop
-        written = write_files(args, [*chosen], prompts, results, pictures)
+        written = write_files(
+            args, first, [*chosen], prompts, rewards, results, pictures)
     except OSError as error:  # such as a full disk, which is told after the table
         written = error
-    print(f"--prompts {args.prompts} --reward {args.reward or first.config.reward}")
+    print(f"--prompts {args.prompts or HELD_OUT} --reward {args.reward or first.config.reward}")
     differences = tell_differences(runs)
     if differences:
         print(differences)
-    print_table([*chosen], results)
+    absolute = [name for name in rewards if name not in relative]
+    print_table([*chosen], results, relative)
+    print_best([*chosen], results, absolute)
+    print_agreement([*chosen][0], results[0], absolute)
+    if args.curve:
+        draw_best(args.curve, [*chosen], results, absolute)
     if isinstance(written, OSError):
         fail(f"not all was written: {written}")
     print(f"\n{written}")
+
+def main(args):
+    try:
+        if args.curve and not importlib.util.find_spec("matplotlib"):
+            raise grpo.BadInput("--curve: first run `pip install matplotlib`")
+        follow(args) if args.follow else compare(args)
+    except grpo.BadInput as error:
+        report(error)
+    except KeyboardInterrupt:
+        sys.exit("Stopped.")
 
 if __name__ == "__main__":
     main(ARGS)

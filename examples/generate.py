@@ -7,11 +7,12 @@
     python -m examples.generate runs/edits --source fox.png --prompt "make it snow"
     python -m examples.generate runs/mine --prompt "a red fox" --change
 
-The folder --out gets sheet.png, with a row for each prompt, and the single pictures. Equal seeds
-give equal pictures, so that adapters can be compared; evaluate.py does that. With --change, a map
-beside each picture shows where training made its codes likelier (red) or less likely (blue).
+A folder gets sheet.png, with a row for each prompt, and the single pictures: --out or, in that of
+the run, pictures, then pictures2, and so on. Equal seeds give equal pictures, so that adapters can
+be compared; evaluate.py does that. With --change, a map beside each picture shows where training
+made its codes likelier (pink) or less likely (teal).
 """
-import argparse, json, os, re, sys, typing
+import argparse, functools, math, os, sys
 from pathlib import Path
 
 def parse_args():
@@ -31,7 +32,7 @@ def parse_args():
     add("--width", type=int, help="default: as in the run")
     add("--height", type=int, help="default: as in the run")
     add("--change", action="store_true", help="draw a map of log pi_new - log pi_base, too")
-    add("--out", type=Path, default="pictures", help="new folder; default: %(default)s")
+    add("--out", type=Path, help="new folder; default: pictures in that of the run, or here")
     if len(sys.argv) == 1:
         parser.print_help()
         parser.exit()
@@ -39,111 +40,18 @@ def parse_args():
 
 if __name__ == "__main__":
     ARGS = parse_args()  # before the imports, which take seconds
+    os.environ |= dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")  # it runs alone, also in a pod
 
 import torch
 from PIL import Image
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
 from examples.edit import Edit, open_source
-from examples.plot import fail, save_film
-
-# --- Runs and their weights; evaluate.py uses these, too ----------------------
-class Run(typing.NamedTuple):
-    path: str  # as it was typed
-    config: grpo.Config  # config.prompts is the file with the run's own prompts
-    Wrapper: type
-    load_prompts: typing.Callable
-    weights: dict  # {step: folder of an adapter, or tensors of the checkpoint}
-
-def open_run(path=None, **typed):
-    """The folder of a run, the folder of an adapter, which may lie in a run, or None for a model
-    without any -> Run. Settings that are typed, and not None, override those of the run; --model
-    and --wrapper say where its files lie now, if they have moved."""
-    flags = [f"--{name}={value}" for name, value in typed.items() if value is not None]
-    folder = path and Path(path).absolute()
-    weights = {}
-    if path and (folder / "adapter_config.json").is_file():
-        weights = {None: folder}
-        folder = folder.parent
-    elif path and (folder / "config.json").is_file():
-        weights = find_weights(folder)
-    elif path:
-        raise grpo.BadInput(f"{path}: is no folder of a run, nor of an adapter")
-    if path and (folder / "config.json").is_file():
-        flags.append(f"--resume={folder}")
-    elif path and not typed.get("model"):
-        flags.append(f"--model={read_adapter_config(weights[None], 'base_model_name_or_path')}")
-    config = grpo.parse_args(flags)
-    Wrapper = grpo.load_wrapper(config.wrapper)
-    load_prompts = getattr(Wrapper, "load_prompts", grpo.load_prompts)
-    return Run(path, config, Wrapper, load_prompts, weights)
-
-def find_weights(run):
-    """-> {step: folder of the adapter}, and the checkpoint's weights if they are newer. Copies and
-    archives of adapters, and those that are being written, are passed over."""
-    weights = {}
-    for folder in run.iterdir():
-        match = re.fullmatch(r"adapter_(\d{5,})", folder.name)
-        if match and (folder / "adapter_model.safetensors").is_file():  # it is written last
-            weights[int(match[1])] = folder
-    weights = dict(sorted(weights.items()))
-    checkpoint = run / "checkpoint.pt"
-    if checkpoint.is_file():
-        step, tensors = grpo.attempt(checkpoint, read_checkpoint, checkpoint)
-        if step > max(weights, default=-1):
-            weights[step] = tensors
-    return weights
-
-def read_checkpoint(path):
-    """-> its step, the weights. `mmap` reads what is used, also after training wrote a new file."""
-    state = torch.load(path, "cpu", weights_only=True, mmap=True)
-    return len(state["history"]), state["adapter"]
-
-def name_step(run, step):
-    return f"step {step}" + ", from checkpoint.pt" * isinstance(run.weights[step], dict)
-
-def read_adapter_config(folder, name):
-    path = folder / "adapter_config.json"
-    config = grpo.attempt(path, json.loads, path.read_bytes())
-    if name not in config:
-        raise grpo.BadInput(f"{path}: has no {name}")
-    return config[name]
-
-def load_weights(wrapper, weights):
-    """-> the LoRA that has them."""
-    if isinstance(weights, dict):
-        A = next(iter(weights.values()))
-        lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank=len(A))
-        grpo.attempt("the checkpoint is of another model", lora.load, weights)
-    else:
-        rank = read_adapter_config(weights, "r")
-        lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank)
-        grpo.attempt(weights, lora.load_folder, weights)
-    return lora
-
-def check_prompts(wrapper, prompts):
-    for prompt in prompts:
-        grpo.attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])
-
-LIMIT = 32  # samples drawn at a time: more would take much memory, fewer are hardly faster
-
-def draw(wrapper, prompts, samples, seeds, lora=None):
-    """Yields the rollout and the pictures of each prompt and, given its LoRA, what that changed.
-    The two halves of GLM-Image take turns once in 32 pictures."""
-    size = LIMIT // samples  # prompts at a time
-    with tqdm(total=len(prompts) * samples, unit="picture", disable=None) as bar:
-        for start in range(0, len(prompts), size):
-            part = slice(start, start + size)
-            rollout = wrapper.sample(prompts[part], samples, seeds[part])
-            change = None if lora is None else compute_change(wrapper, lora, rollout)
-            for i, (prompt, seed) in enumerate(zip(prompts[part], seeds[part])):
-                rows = slice(i * samples, (i + 1) * samples)
-                group = rollout.part(rows)
-                images = wrapper.decode([prompt], group.tokens, [seed])
-                bar.update(samples)
-                yield group, images, None if lora is None else change[rows]
+from examples.pictures import save_film
+from examples.runs import (
+    LIMIT, check_prompts, draw, find_home, is_editor, load_weights, name_step, open_run,
+    pick_painted, report, take_number)
 
 # --- What training changed ----------------------------------------------------
 @torch.no_grad()
@@ -152,6 +60,7 @@ def compute_change(wrapper, lora, rollout):
     KL(new, base), the `kl` of the log."""
     if rollout.tokens.is_floating_point():
         raise grpo.BadInput("--change: this model draws latents, not codes")
+    find_grid(wrapper, pick_painted(wrapper, rollout.tokens).shape[1])  # refuses what has no map
     size = wrapper.config.micro_batch_size
     parts = [rollout.part(slice(i, i + size)) for i in range(0, len(rollout.tokens), size)]
     logprobs = []
@@ -160,22 +69,32 @@ def compute_change(wrapper, lora, rollout):
     lora.enabled = True
     return logprobs[0] - logprobs[1]
 
-def pick_painted(wrapper, values):
-    """[G, T], a value for each token -> those of the codes that the picture is made of. GLM-Image
-    does not paint the draft that comes before the large grid."""
+def find_grid(wrapper, count):
+    """-> rows and columns of the codes of a picture. A wrapper may have them as its `grid`;
+    otherwise the codes are square, or the grid is, and where both may be, a guess would mislead."""
+    width, height = wrapper.config.width, wrapper.config.height
     if isinstance(wrapper, grpo.GLMImageWrapper):
-        return values[:, -(wrapper.config.height // 32 * (wrapper.config.width // 32)):]
-    return values
+        return height // 32, width // 32
+    square = math.isqrt(count)
+    rows = math.isqrt(count * height // width)
+    grids = {(square, square)} if square**2 == count else set()
+    if rows and rows**2 * width == count * height and count % rows == 0:
+        grids.add((rows, count // rows))
+    found = getattr(wrapper, "grid", None) or (grids.pop() if len(grids) == 1 else None)
+    if found is None or math.prod(found) != count:
+        raise grpo.BadInput(f"--change: how do {count} codes lie in {width} x {height} pixels? "
+                            "The wrapper must have grid = rows, columns")
+    return found
 
-def draw_map(values, limit, size):
-    """A value for each code, row by row -> PIL image: white at 0, red at limit, blue at -limit."""
-    width, height = size
-    rows = round((len(values) * height / width) ** 0.5)
-    if len(values) % rows:
-        raise grpo.BadInput(f"--change: {len(values)} tokens are no grid of {width} x {height}")
-    x = (values.view(rows, -1) / (limit or 1)).clamp(-1, 1)
-    pixels = torch.stack([1 + x.clamp(max=0), 1 - x.abs(), 1 - x.clamp(min=0)], 2)
-    return Image.fromarray((255 * pixels).byte().numpy()).resize(size, Image.NEAREST)
+# Colours that few pictures have, and that colour-blind people can tell apart.
+LIKELIER = torch.tensor([208, 28, 139]) / 255  # pink
+LESS_LIKELY = torch.tensor([1, 133, 113]) / 255  # teal
+
+def draw_map(values, limit, grid, size):
+    """A value for each code, row by row -> PIL image: white at 0, pink at limit, teal at -limit."""
+    x = (values.view(*grid, 1) / (limit or 1)).clamp(-1, 1)
+    pixels = 1 - x.clamp(min=0) * (1 - LIKELIER) + x.clamp(max=0) * (1 - LESS_LIKELY)
+    return Image.fromarray((255 * pixels).round().byte().numpy()).resize(size, Image.NEAREST)
 
 # --- The command --------------------------------------------------------------
 def choose_step(path, weights, step):
@@ -197,7 +116,7 @@ def read_prompts(args, run):
         raise grpo.BadInput(
             f"--prompt or --prompts says what to draw, --samples how often, 1 to {LIMIT}")
     if args.source:
-        if "EditWrapper" not in [base.__name__ for base in run.Wrapper.__mro__]:
+        if not is_editor(run):
             raise grpo.BadInput("--source: the run is none of edit.py")
         grpo.attempt(f"--source {args.source}", open_source, args.source)
         prompts = [Edit(prompt, args.source) for prompt in prompts]
@@ -205,30 +124,46 @@ def read_prompts(args, run):
 
 def prepare(args):
     """All input is checked before a model is loaded -> prompts, run, its step or None."""
-    if args.out.exists():
-        raise grpo.BadInput(f"--out {args.out}: exists already; choose another folder")
-    there = next(folder for folder in args.out.absolute().parents if folder.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise grpo.BadInput(f"--out {args.out}: nothing can be written to {there}")
     if not 0 <= args.seed <= 2**40:
         raise grpo.BadInput(f"--seed: must be 0 to 2**40, and is {args.seed}")
     if args.change and not args.adapter:
         raise grpo.BadInput("--change: type the folder of a run or of an adapter")
     if not (args.adapter or args.model or args.wrapper):
         raise grpo.BadInput("type the folder of a run or of an adapter, or --model")
+    if args.out and args.out.exists():
+        raise grpo.BadInput(f"--out {args.out}: exists already; choose another folder")
     run = open_run(args.adapter, model=args.model, wrapper=args.wrapper,
                    width=args.width, height=args.height)
+    out = args.out.absolute() if args.out else find_home(run) / "pictures"
+    there = next(folder for folder in out.parents if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise grpo.BadInput(f"--out {args.out or out}: nothing can be written to {there}")
     step = choose_step(args.adapter, run.weights, args.step) if args.adapter else None
     return read_prompts(args, run), run, step
 
-def add_maps(rows, changes, prompts, out):
-    """Saves a map for each picture -> rows in which it follows the picture. All have one scale."""
-    limit = torch.cat(changes).abs().quantile(0.95).item()  # rare codes would make the rest pale
-    print(f"log pi_new - log pi_base of the codes: blue {-limit:.3g}, white 0, red {limit:+.3g}")
-    paired = []
-    for i, (images, change, prompt) in enumerate(zip(rows, changes, prompts)):
-        print(f"  {change.mean().item():+.4f} on average: {prompt}")
-        maps = [draw_map(values, limit, image.size) for values, image in zip(change, images)]
+def make_folder(out, run):
+    """-> --out, or a new folder of the run's: pictures, or else pictures2, pictures3, .."""
+    if out is None:
+        home = find_home(run)
+        number, _ = take_number(lambda number: (home / f"pictures{number}").mkdir())
+        return home / f"pictures{number}"
+    out.mkdir(parents=True)
+    return out.absolute()
+
+def add_maps(rows, changes, prompts, wrapper, out):
+    """Saves a map for each picture -> rows in which it follows the picture, below a heading. All
+    maps have one scale."""
+    for change, prompt in zip(changes, prompts):
+        print(f"  {change.mean().item():+.4f} for each token, on average: {prompt}")
+    painted = [pick_painted(wrapper, change) for change in changes]
+    grid = find_grid(wrapper, painted[0].shape[1])
+    limit = torch.cat(painted).abs().quantile(0.95).item()  # rare codes would make the rest pale
+    scale = f"teal {-limit:.3g}, white 0, pink {limit:+.3g}"
+    print(f"log pi_new - log pi_base of the codes that are painted: {scale}")
+    paired = [["", *["drawn", f"likelier now, or less likely: {scale}"] * len(rows[0])]]
+    for i, (images, change) in enumerate(zip(rows, painted)):
+        maps = [draw_map(values, limit, grid, image.size)
+                for values, image in zip(change, images)]
         for j, picture in enumerate(maps):
             picture.save(out / f"{i:03}_{j}_change.png")
         paired.append([cell for pair in zip(images, maps) for cell in pair])
@@ -241,30 +176,32 @@ def generate(args):
     lora = load_weights(wrapper, run.weights[step]) if args.adapter else None
     what = args.adapter or run.config.model
     print(what if step is None else f"{what}: {name_step(run, step)}", flush=True)
-    args.out.mkdir(parents=True)
     seeds = [args.seed + i for i in range(len(prompts))]
     rows = []
     changes = []
-    for i, (_, images, change) in enumerate(
-            draw(wrapper, prompts, args.samples, seeds, lora if args.change else None)):
+    out = None
+    examine = functools.partial(compute_change, wrapper, lora) if args.change else None
+    for i, (_, images, change) in enumerate(draw(wrapper, prompts, args.samples, seeds, examine)):
+        out = out or make_folder(args.out, run)
         for j, image in enumerate(images):
-            image.save(args.out / f"{i:03}_{j}.png")
+            image.save(out / f"{i:03}_{j}.png")
         rows.append(images)
-        if args.change:
-            changes.append(pick_painted(wrapper, change))
+        changes.append(change)
+    sheet = [[prompt, grpo.open_image(prompt.source)] if hasattr(prompt, "source") else [prompt]
+             for prompt in prompts]
     if args.change:
-        rows = add_maps(rows, changes, prompts, args.out)
-    for row, prompt in zip(rows, prompts):
-        row[:0] = [prompt, open_source(prompt.source)] if hasattr(prompt, "source") else [prompt]
-    save_film(args.out / "sheet.png", rows, columns=max(map(len, rows)))
-    print(f"{len(prompts)} prompt(s) at {run.config.width} x {run.config.height}, "
-          f"files: {args.out.absolute()}")
+        heading, *rows = add_maps(rows, changes, prompts, wrapper, out)
+        sheet.insert(0, [""] * (len(sheet[0]) - 1))
+        rows.insert(0, heading)
+    sheet = [[*texts, *row] for texts, row in zip(sheet, rows)]
+    save_film(out / "sheet.png", sheet, columns=max(map(len, sheet)))
+    print(f"{len(prompts)} prompt(s) at {run.config.width} x {run.config.height}, files: {out}")
 
 def main(args):
     try:
         generate(args)
     except grpo.BadInput as error:
-        fail(error)
+        report(error)
 
 if __name__ == "__main__":
     main(ARGS)

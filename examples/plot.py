@@ -5,41 +5,29 @@
     python -m examples.plot runs/mine --before-after sheet.png --words red blue green
     python -m examples.plot runs/mine --film film.png
     python -m examples.plot runs/mine --wandb my-project
+    python -m examples.plot runs/mine --wandb my-team/my-project
+    python -m examples.plot runs/mine --trackio my-project
 
-It prints the mean of each reward over the first and the last five steps of each run. With --wandb
-it sends what the run has written to Weights & Biases (pip install wandb), and what training writes
-meanwhile, until the run is done. It may be stopped and started again at any time.
+It prints the mean of each reward over the first and the last five steps of each run (of fewer than
+ten, the first and the last), and alarms, where the log shows that something goes wrong. A curve has
+beside it what `evaluate --follow` measured on held-out prompts.
+
+With --wandb it sends what the run has written to Weights & Biases (pip install wandb), and what
+training writes meanwhile, until the run is done; with --trackio, to a page on this machine (pip
+install trackio). Both may be started before the training, and be stopped and started again.
 """
-import argparse, functools, importlib.util, json, math, re, secrets, signal, sys, textwrap
-import threading, time
+import argparse, math, re, sys
 from pathlib import Path
 from statistics import mean
 
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
-def fail(message):
-    """Ends the program with one line, which names it."""
-    print(f"{Path(sys.argv[0]).name}: error:", *str(message).split(), file=sys.stderr)
-    sys.exit(2)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+from examples.alarms import find_alarms
+from examples.follow import fail, follow, open_sheet, read_rows, read_settings
+from examples.pictures import draw_text, load_font, replace_unreadable, save_film
 
 # --- What is in a run's folder ------------------------------------------------
-def read_settings(run):
-    return json.loads(Path(run, "config.json").read_bytes())
-
-def read_rows(run):
-    """The rows of metrics.jsonl, one a step. It is missing before the first step. The last line of
-    a file that is being copied may end early."""
-    path = Path(run, "metrics.jsonl")
-    lines = path.read_text().split("\n") if path.is_file() else [""]
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
-                fail(f"{path}, line {number}: {error}")
-    return rows
-
 def read_words(run):
     """The run's prompts, as grpo.py reads them: lines end at \\n, \\r\\n or \\r only. A run of an
     older grpo.py has no prompts.txt. No words are better than those of another file."""
@@ -81,119 +69,51 @@ def print_ends(run, rows):
     for name in find_metrics(rows):
         # A resumed run may have new rewards. What is not finite is None: then no mean is, either.
         values = [math.nan if row[name] is None else row[name] for row in rows if name in row]
-        if values:
+        if len(values) >= 10:
             print(f"{run}  {name}: first five steps {mean(values[:5]):.3f}, "
                   f"last five {mean(values[-5:]):.3f}")
+        elif values:  # so few that five and five would overlap
+            print(f"{run}  {name}: first step {values[0]:.3f}, last {values[-1]:.3f}")
+
+def draw_held_out(axes, run, metric, color):
+    """What `evaluate.py --follow` has measured, with the 95 % interval as a band -> {name: line}."""
+    points = sorted([(row["step"], *row[metric]) for row in read_rows(run, "evaluation.jsonl")
+                     if metric in row])
+    if not points:
+        return {}
+    steps, means, *band = [[math.nan if value is None else value for value in column]
+                           for column in zip(*points)]
+    axes.fill_between(steps, *band, color=color, alpha=0.2, linewidth=0)
+    line, = axes.plot(steps, means, "o--", color=color, markersize=4)
+    return {f"{run}, held-out prompts": line}
 
 def draw_curves(runs, metric, path):
     """Curves of a metric by step; {run: rows}."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
         fail(f"{path} is not drawn: first run `pip install matplotlib`")
-    columns = max(1, min(3, 90 // (max(map(len, runs)) + 8)))  # of the legend, below the curves
-    height = 2.4 + 0.22 * math.ceil(len(runs) / columns)
-    figure = Figure(figsize=(8, height), layout="constrained")
+    figure = Figure(layout="constrained")
     axes = figure.subplots()
-    lines = []
-    for rows in runs.values():
+    lines = {}
+    for run, rows in runs.items():
         rows = [row for row in rows if metric in row]
         values = [math.nan if row[metric] is None else row[metric] for row in rows]
-        lines += axes.plot([row["step"] for row in rows], values)
+        lines[run], = axes.plot([row["step"] for row in rows], values)
+        lines |= draw_held_out(axes, run, metric, lines[run].get_color())
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylabel(metric)
     # Labels of lines would be left out if they begin with an underscore; $ begins a formula.
-    names = [run.replace("$", r"\$") for run in runs]
-    figure.legend(lines, names, ncols=columns, loc="outside lower center")
+    names = [name.replace("$", r"\$") for name in lines]
+    columns = max(1, min(3, 90 // (max(map(len, names)) + 8)))  # of the legend, below the curves
+    figure.set_size_inches(8, 2.4 + 0.22 * math.ceil(len(names) / columns))
+    figure.legend([*lines.values()], names, ncols=columns, loc="outside lower center")
     figure.savefig(path, dpi=120, format=Path(path).suffix[1:] or "png")  # or it adds .png
     print(f"{metric}: {path}")
 
-# --- Words --------------------------------------------------------------------
-FONT_FOLDERS = [
-    "/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts",
-    "/System/Library/Fonts", "/Library/Fonts", "~/Library/Fonts", "C:/Windows/Fonts"]
-
-@functools.cache
-def list_system_fonts():
-    """Files, regular ones first, such as Noto Sans CJK for Chinese, Japanese and Korean."""
-    folders = [Path(folder).expanduser() for folder in FONT_FOLDERS]
-    paths = [path for folder in folders for path in folder.rglob("*.[ot]t[fc]")]
-    special = re.compile("bold|italic|oblique|light|thin|black|condensed|mono|serif", re.IGNORECASE)
-    # Apple's font of last resort has a picture of its alphabet in the place of each letter.
-    return sorted([path for path in paths if "LastResort" not in path.name],
-                  key=lambda path: (bool(special.search(path.name)), path.name))
-
-def list_fonts():
-    """Yields "" for PIL's own font, which has little more than ASCII, the one that matplotlib
-    brings, and those of the system."""
-    yield ""
-    matplotlib = importlib.util.find_spec("matplotlib")
-    if matplotlib and matplotlib.origin:
-        yield Path(matplotlib.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf"
-    yield from list_system_fonts()
-
-@functools.cache
-def load_font(path, size):
-    return ImageFont.truetype(path, size) if path else ImageFont.load_default(size)
-
-def draw_letter(font, letter):
-    mask = font.getmask(letter)
-    return mask.size, bytes(mask)
-
-@functools.cache
-def find_font(text):
-    """-> the first font that has all letters of a text, or None. In the place of a letter that it
-    does not have, a font draws a box, as for U+10FFFF, which is no letter."""
-    letters = {*"".join(text.split()), "."}  # a long text is cut, and ends in dots
-    for path in list_fonts():
-        try:
-            font = load_font(path, 22)
-            box = draw_letter(font, "\U0010ffff")
-            if all([draw_letter(font, letter) != box for letter in letters]):
-                return path
-        except OSError:  # a broken file, or one with pictures in the place of outlines
-            continue
-
-def replace_unreadable(path, texts):
-    """-> {text: what is drawn}. A text that no font here can draw becomes its number, and a file
-    beside the picture has the text. The file's name is long, to be none that the user has."""
-    shown = {}
-    for number, text in enumerate([text for text in texts if text], 1):
-        shown.setdefault(text, str(number) if find_font(text) is None else text)
-    lines = [f"{label}\t{text}\n" for text, label in shown.items() if label != text]
-    if lines:
-        file = Path(f"{path}.txt")
-        file.write_text("".join(lines), "utf-8")
-        print(f"{file}: what the numbers in the picture stand for: texts with letters that no font "
-              "here has; Noto Sans CJK has most")
-    return shown
-
-def draw_text(draw, place, text, size, width, columns, lines, align="left"):
-    """Draws a text about its middle, in lines of at most `columns` letters, or fewer wide ones."""
-    font = load_font(find_font(text), size)
-    for n in range(columns, 2, -1):
-        broken = textwrap.wrap(text, n, max_lines=lines, placeholder=" ..")
-        if max(map(font.getlength, broken), default=0) <= width:
-            break
-    draw.text(place, "\n".join(broken), "black", font, "mm", align=align)
-
 # --- Pictures -----------------------------------------------------------------
-def save_film(path, rows, columns=9):
-    """A grid of cells of 200 x 200; a row is a list of texts and PIL images."""
-    rows = [row[:columns] for row in rows]
-    texts = [cell for row in rows for cell in row if isinstance(cell, str)]
-    shown = replace_unreadable(path, texts)
-    film = Image.new("RGB", (200 * max(map(len, rows)), 200 * len(rows)), "lightgray")
-    draw = ImageDraw.Draw(film)
-    for y, row in enumerate(rows):
-        for x, cell in enumerate(row):
-            if not isinstance(cell, str):
-                film.paste(ImageOps.contain(cell, (192, 192)), (200 * x + 4, 200 * y + 4))
-            elif cell:
-                middle = (200 * x + 100, 200 * y + 100)
-                draw_text(draw, middle, shown[cell], 22, width=196, columns=17, lines=7)
-    film.save(path)
-
 WIDTH = 1200  # of a sheet; GitHub scales it down to 900
 LEFT = 96  # margin for "before" and "after"
 GAP = 10  # between pictures
@@ -226,81 +146,6 @@ def save_before_after(path, before, after, words):
                 draw.text((LEFT - 12, y + H / 2), name, "black", load_font("", 25), "rm")
     sheet.save(path)
 
-# --- Weights & Biases ---------------------------------------------------------
-SECONDS = 5  # between two looks at the run's folder
-
-def open_sheet(path):
-    """-> a sheet of pictures, or None if it is not there, or only half of it."""
-    try:
-        sheet = Image.open(path)
-        sheet.load()
-        return sheet
-    except (OSError, SyntaxError):  # the latter if it ends where a part of it does
-        return None
-
-def find_news(run, settings, sent):
-    """Yields (step, row of metrics, sheet of pictures or None) for each step after `sent`."""
-    rows = {0: {}} | {row["step"]: row for row in read_rows(run)}
-    log = Path(run, "metrics.jsonl")
-    age = time.time() - log.stat().st_mtime if log.is_file() else 0
-    for step in sorted([step for step in rows if step > sent]):
-        sheet = open_sheet(Path(run, f"samples_{step:05d}.png"))
-        is_due = step % settings["save_every"] == 0 or step == settings["steps"]
-        # A row is written before its pictures. If they are lost, it has waited for long enough.
-        if is_due and sheet is None and step == max(rows) and age < 600:
-            return
-        yield step, rows[step], sheet
-
-def start_client(wandb, run, settings, stopped, **where):
-    try:
-        client = wandb.init(dir=run, name=Path(run).absolute().name, config=settings,
-                            resume="allow", **where)
-    except wandb.Error as error:
-        fail(f"--wandb: {error}")
-    # From here on a signal ends the program between two rows only: none is lost or sent twice.
-    for name in {"SIGINT", "SIGTERM", "SIGHUP"} & {*dir(signal)}:
-        signal.signal(getattr(signal, name), lambda *_: stopped.set())
-    return client
-
-def follow(run, project):
-    """Sends what is new, until the run is done. wandb.json, in the run's folder, has the id of its
-    run there, and what was sent: offline, no server could tell."""
-    try:
-        import wandb
-        wandb.init
-    except (ImportError, AttributeError):  # any folder called wandb can be imported
-        fail("--wandb: first run `pip install wandb`")
-    path = Path(run, "wandb.json")
-    projects = json.loads(path.read_bytes()) if path.is_file() else {}
-    state = projects.setdefault(project, dict(id=secrets.token_hex(4), step=-1))
-    stopped = threading.Event()
-    client = None
-    while True:
-        settings = read_settings(run)
-        for step, row, sheet in find_news(run, settings, state["step"]):
-            if client is None:
-                write_json(path, projects)
-                client = start_client(
-                    wandb, run, settings, stopped, project=project, id=state["id"])
-            metrics = {name: value for name, value in row.items() if value is not None}
-            if sheet:
-                metrics["samples"] = wandb.Image(sheet)
-            if metrics:
-                client.log(metrics, step=step, commit=True)
-            state["step"] = step
-            write_json(path, projects)
-        if state["step"] >= settings["steps"] or stopped.wait(SECONDS):
-            break
-    if client is not None:
-        client.finish()
-    print(f"{run}: all until step {state['step']} is sent to {project}, as {state['id']}")
-
-def write_json(path, value):
-    """Under another name first, so that a kill spares the file."""
-    partial = path.with_name(f"{path.name}.part")
-    partial.write_text(json.dumps(value))
-    partial.replace(path)
-
 # --- The command --------------------------------------------------------------
 def parse_args():
     parser = argparse.ArgumentParser(
@@ -314,6 +159,7 @@ def parse_args():
     add("--words", nargs="+", help="to stand above them; default: the prompts")
     add("--film", metavar="FILE", help="draw all saved pictures, a row a step")
     add("--wandb", metavar="PROJECT", help="follow a run, and send it to Weights & Biases")
+    add("--trackio", metavar="PROJECT", help="follow a run, and show it on a page of this machine")
     if len(sys.argv) == 1:
         parser.print_help()
         parser.exit()
@@ -334,27 +180,34 @@ def draw_pictures(args, run):
         save_film(args.film, [["", *words[:len(samples[first])]], *rows])
         print(f"steps {first} to {last}: {args.film}")
 
+def plot(args):
+    for run in args.runs:
+        if not Path(run, "config.json").is_file():
+            fail(f"{run}: is no folder of a run")
+    runs = {run: read_rows(run) for run in args.runs}
+    for run, rows in runs.items():
+        print_ends(run, rows)
+        for text in find_alarms(rows, read_settings(run)):
+            print(f"{run}  alarm at {text}")
+    if args.before_after or args.film:
+        return draw_pictures(args, args.runs[0])
+    every = [row for rows in runs.values() for row in rows]
+    metric = args.metric or ("reward" if "reward" in find_metrics(every) else "loss")
+    for run, rows in runs.items():
+        if not any([metric in row for row in rows]):
+            fail(f"{run}: has no {metric}; see --metric")
+    draw_curves(runs, metric, args.curve)
+
 def main():
     args = parse_args()
-    if args.wandb and len(args.runs) > 1:
-        fail("--wandb: follows one run")
+    services = [("wandb", args.wandb), ("trackio", args.trackio)]
+    followed = [(name, project) for name, project in services if project is not None]
+    if followed and len(args.runs) + len(followed) > 2:
+        fail("--wandb and --trackio: type one of them, and one run, which it follows")
     try:
-        for run in args.runs:
-            if not Path(run, "config.json").is_file():
-                fail(f"{run}: is no folder of a run")
-        if args.wandb:
-            return follow(args.runs[0], args.wandb)
-        runs = {run: read_rows(run) for run in args.runs}
-        for run, rows in runs.items():
-            print_ends(run, rows)
-        if args.before_after or args.film:
-            return draw_pictures(args, args.runs[0])
-        every = [row for rows in runs.values() for row in rows]
-        metric = args.metric or ("reward" if "reward" in find_metrics(every) else "loss")
-        for run, rows in runs.items():
-            if not any([metric in row for row in rows]):
-                fail(f"{run}: has no {metric}; see --metric")
-        draw_curves(runs, metric, args.curve)
+        if followed:
+            return follow(args.runs[0], *followed[0])
+        plot(args)
     except KeyboardInterrupt:
         sys.exit("Stopped.")
     except (OSError, KeyError, ValueError) as error:

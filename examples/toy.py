@@ -35,6 +35,7 @@ class Toy:
         model="toy", steps=60, group_size=16, micro_batch_size=128, lr=5e-3, warmup_steps=0,
         width=64, height=64)
     lora_layers = r"[13]"  # the two linear layers, by their names in `policy`
+    grid = SIDE, SIDE  # rows and columns of the codes; only `generate --change` asks for it
 
     @classmethod
     def from_pretrained(cls, path, config):

@@ -1,6 +1,6 @@
 """Makes a small Janus that `examples/janus.py` trains without a GPU, in the folder runs/janus.
 
-    python -m examples.make.janus    # about half a minute
+    python -m examples.make.small_janus    # about half a minute
     python grpo.py --wrapper examples/janus.py:Janus --model runs/janus
 
 It has Janus's real classes, with 0.4 million weights. A picture has 4 x 4 squares, and each of its

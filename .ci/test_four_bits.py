@@ -1,0 +1,150 @@
+"""Tests of four_bits.py, on the tiny GLM-Image and on a small Janus of random weights. No GPU."""
+import re, sys
+
+import pytest, torch, transformers
+
+import grpo
+from conftest import ROOT, perturb, read_adapter
+from examples import flow, four_bits
+from examples.janus import Janus
+from examples.make import small_janus, tiny
+
+FILE = f"{ROOT}/examples/four_bits.py"
+PROMPTS = ["red", "the green side of a blue house"]
+
+@pytest.fixture(autouse=True)
+def needs_bitsandbytes(request):
+    if "without" not in request.node.name:
+        pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
+
+def load_glm_image(Wrapper, **settings):
+    config = grpo.Config(**tiny.SETTINGS | dict(width=64, height=64) | settings)
+    return Wrapper.from_pretrained(grpo.TINY_MODEL, config)
+
+def make_janus(Wrapper, **settings):
+    transformers.set_seed(0)
+    processor = small_janus.make_processor()
+    return Wrapper(processor, small_janus.make_policy(processor.tokenizer),
+                   grpo.Config(**small_janus.SETTINGS | settings))
+
+def find_layers(model):
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, four_bits.Linear4Bit)}
+
+def train(wrapper, out):
+    """A step from adapters that do something -> rollout, pictures, metrics, gradients."""
+    trainer = grpo.GRPOTrainer(grpo.Config(**vars(wrapper.config) | dict(out=str(out))), wrapper, PROMPTS)
+    perturb(trainer.lora)
+    rollout = wrapper.sample(PROMPTS, 4, [8, 9])
+    gradients = {}
+    trainer.update_weights = lambda: gradients.update({k: w.grad for k, w in trainer.lora.weights.items()}) or 0.0
+    metrics = trainer.train_step(rollout, torch.linspace(-1, 1, 8))
+    return rollout, grpo.pil_to_tensor(wrapper.decode(PROMPTS, rollout.tokens, [8, 9])), metrics, gradients
+
+@pytest.mark.parametrize("load, Four, Plain", [(load_glm_image, four_bits.GLMImage4Bit, grpo.GLMImageWrapper),
+                                               (make_janus, four_bits.Janus4Bit, Janus)])
+def test_it_is_the_model_with_rounded_weights(tmp_path, load, Four, Plain):
+    """All that training sees is equal to that of a plain model whose weights were rounded by hand: a layer that is left
+    out, another shape or a gradient that is lost would show. LoRA's layers have 4 bits, each of them; heads have not."""
+    four, plain = load(Four), load(Plain)
+    assert find_layers(four.policy).keys() == {
+        name for name, _ in plain.policy.named_modules() if re.fullmatch(four.lora_layers, name)}
+    models = [(four.policy, plain.policy)]
+    if load is load_glm_image:
+        models.append((four.pipe.transformer, plain.pipe.transformer))
+    for model, copy in models:
+        for name, layer in find_layers(model).items():
+            other = copy.get_submodule(name).weight
+            assert 0.05 < (layer.weight - other).norm() / other.norm() < 0.15  # NF4 of a normal distribution: .09
+            other.data.copy_(layer.weight)
+    (rollout, pictures, metrics, gradients), expected = train(four, tmp_path / "four"), train(plain, tmp_path / "plain")
+    assert torch.equal(rollout.tokens, expected[0].tokens) and torch.equal(pictures, expected[1])
+    torch.testing.assert_close(rollout.logprobs, expected[0].logprobs, rtol=1e-6, atol=0)
+    assert metrics["sampler_gap"] < 1e-6
+    for name, gradient in gradients.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, expected[3][name], rtol=1e-6, atol=1e-6 * gradient.abs().max().item())
+
+@pytest.mark.parametrize("repacks", [False, True])
+def test_the_dit_has_a_gradient_in_eval_mode(monkeypatch, repacks):
+    """Where a CPU has AVX512-BF16, a layer of bitsandbytes repacks its weight in eval mode and has no gradient then."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: repacks)
+    config = dict(kl_coef=0.0, decode_steps=2, group_size=2)
+    painter = flow.Painter(load_glm_image(four_bits.GLMImage4Bit, **config))
+    assert not painter.policy.training and len(find_layers(painter.policy)) == 6
+    lora = grpo.LoRA(painter.policy, painter.lora_layers, 4)
+    perturb(lora)
+    rollout = painter.sample(["red"], 2, [1])
+    logprobs, _ = painter.compute_logprobs(rollout)
+    torch.testing.assert_close(logprobs.detach(), rollout.logprobs, rtol=0, atol=1e-6)
+    logprobs[0].sum().backward()
+    assert all(weight.grad.abs().max() > 0 for weight in lora.weights.values())
+
+def test_halves_take_turns(monkeypatch):
+    """With --offload on, all that a layer of 4 bits keeps goes to the GPU and comes back: what stayed behind would be
+    on another device than the rest. Here what waits is 0, and the numbers are those of --offload off."""
+    four, other = [load_glm_image(four_bits.GLMImage4Bit, offload=offload) for offload in ("on", "off")]
+    values = {weight: weight.data for weight, _ in four.cpu_copies}
+    four.cpu_copies = [(weight, torch.zeros_like(weight)) for weight in values]
+
+    def to(half, device):
+        for weight in half.parameters():
+            weight.data = values[weight]
+
+    monkeypatch.setattr(torch.nn.ModuleList, "to", to)
+    rollouts = [wrapper.sample(PROMPTS, 2, [1, 2]) for wrapper in (four, other)]
+    assert torch.equal(rollouts[0].tokens, rollouts[1].tokens)
+    assert all(layer.weight.any() for layer in find_layers(four.policy).values())
+    pictures = [wrapper.decode(PROMPTS, rollouts[0].tokens, [1, 2]) for wrapper in (four, other)]
+    assert torch.equal(*map(grpo.pil_to_tensor, pictures))
+    assert not any(layer.weight.any() for layer in find_layers(four.policy).values())
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Run `whole` has two steps, `parts` one, to be gone on with."""
+    pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
+    runs = tmp_path_factory.mktemp("runs")
+    (runs / "two.txt").write_text("\n".join(PROMPTS))
+    for steps, name in ((2, "whole"), (1, "parts")):
+        grpo.main(f"--wrapper {FILE}:GLMImage4Bit --prompts {runs}/two.txt --batch-size 2 --width 64 --height 64 "
+                  f"--save-every 1 --steps {steps} --out {runs}/{name}".split())
+    return runs
+
+def test_a_run_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
+    """From another directory: the weights are rounded anew, and must be rounded alike."""
+    monkeypatch.chdir(tmp_path)
+    grpo.main(["--resume", str(runs / "parts"), "--steps", "2"])
+    whole, parts = read_adapter(runs / "whole"), read_adapter(runs / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+@pytest.mark.parametrize("program, flags", [("evaluate", "--steps 0 2 --samples 2"), ("plot", "--film film.png"),
+                                            ("generate", "--prompt red green --samples 3 --change")])
+def test_programs_work_on_its_runs(program, flags, runs, run):
+    code, _, error = run(program, f"{runs}/whole {flags}")
+    assert code == 0, error
+
+@pytest.mark.parametrize("name", ["GLMImage4Bit", "Janus4Bit"])
+def test_without_bitsandbytes(name, refuse, monkeypatch):
+    """One hears of it before the model is loaded: --model does not exist."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert "pip install bitsandbytes" in refuse("grpo", f"--wrapper {FILE}:{name} --model no/such --width 384 "
+                                                        "--height 384 --out run")
+
+@pytest.mark.parametrize("b", [1e-5, 5e-5])
+def test_small_updates_are_not_swallowed_in_bf16(b):
+    """The layers of bitsandbytes round the product before LoRA adds its part, and lose most of it: 4,096 wide, the slope
+    against the change in fp32 is near 0 for the first update."""
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4096, 512, bias=False)).to(torch.bfloat16)
+    four_bits.import_bitsandbytes()
+    four_bits.quantize(model, "0")
+    lora = grpo.LoRA(model, "0", 32)
+    A, B = lora.weights.values()
+    rows = 4 * torch.randn(64, 4096).bfloat16()
+    with torch.no_grad():
+        B.copy_(b * torch.randn_like(B).sign())
+        change = model(rows).float()
+        lora.enabled = False
+        change -= model(rows).float()
+        true = 2 * (rows.float() @ A.T @ B.T)
+    assert (change * true).sum() / true.square().sum() == pytest.approx(1, abs=0.1)
