@@ -130,10 +130,11 @@ def steps(tmp_path_factory):
     return folder
 
 @pytest.mark.parametrize("ranks", ["01", "10"])
-@pytest.mark.parametrize("first, second", [("", ""), ("3", ""), ("3", "2")])
+@pytest.mark.parametrize("first, second", [("", ""), ("empty", "empty"), ("3", ""), ("3", "2"), ("3", "3")])
 def test_two_disks_are_refused(nodes, steps, first, second, ranks):
-    """A new run, one whose folder was lost on a disk, and one whose folder is older there: node 1 began with fresh
-    weights, and its gradients were summed with trained ones, in silence."""
+    """A new run, one with folders that the job made on each, one whose folder was lost on a disk, or is older there, or
+    a copy. Node 1 began with fresh weights, and its gradients were summed with trained ones, in silence."""
+    (steps / "empty").mkdir(exist_ok=True)
     for node, name in zip(nodes, (first, second)):
         if name:
             shutil.copytree(steps / name, node / "run")
@@ -164,7 +165,7 @@ def keep(images, prompts, targets):
     pathlib.Path(os.environ["RUN"], "kept" + os.environ["RANK"]).touch()
     return range(len(images))
 """)
-    codes, logs = run_ranks([tmp_path] * 2, f"--steps 1 --reward {tmp_path}/mine.py:keep")
+    codes, logs = run_ranks(nodes, f"--steps 1 --reward {tmp_path}/mine.py:keep")
     assert codes == [0, 0], logs
     run, = tmp_path.glob("**/runs/*")
     assert (run / "kept0").exists() and (run / "kept1").exists() and len(rows_of(run)) == 1
