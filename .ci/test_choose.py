@@ -4,6 +4,7 @@ from pathlib import Path
 from urllib import error, request as web
 
 import pytest
+import numpy as np
 from PIL import Image
 
 from conftest import ROOT
@@ -63,6 +64,19 @@ def test_groups(ask, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # processes that wait for each other give up after half an hour
     with pytest.raises(SystemExit, match="^choose.py .* without torchrun$"):
         ask(FOUR, "pppp")
+
+def test_one_prompt_is_asked_about_twice(ask):
+    """A list of one prompt and --batch-size 2: both groups were one of 8, of which one always got nothing but 0."""
+    eight = [Image.new("RGB", (8, 8), (0, 0, shade)) for shade in range(8)]
+    Path("run").mkdir()
+    Path("run/config.json").write_text('{"group_size": 4, "steps": 10}')
+    shown = []
+    for step in (1, 3):
+        Path("run/metrics.jsonl").write_text('{"step": 1}\n' * (step - 1))
+        scores = ask(eight, "p" * 8, lambda state: shown.append(state["step"]) or press("2", "4")(state))
+        assert scores == [0, 1, 0, 0, 0, 0, 0, 1]
+        eight.reverse()
+    assert shown == ["Step 1 of 10. ", "Step 3 of 10. "] and len(read_rows()) == 4 and choose.choose.relative
 
 def test_again(ask):
     """A wait that cannot be interrupted would leave nothing but to kill the run; what was answered was asked anew."""
@@ -128,18 +142,92 @@ def test_in_a_browser(tmp_path):
     frames = ""
     for width, n in itertools.product((1280, 400), (2, 4, 8)):
         group = dict(prompt="<script>" + 99 * "W", pictures=[f"{svg}{i}" for i in range(n)])
-        state = json.dumps(dict(version=1, groups=[group] * 2, orders=[], picked=[], ratio=1)).replace("<", r"\u003c")
+        state = dict(version=1, groups=[group] * 2, orders=[], picked=[], ratio=1, step="Step 3 of 10. ")
+        state = json.dumps(state).replace("<", r"\u003c")
         server = f"async (url, post) => ({{json: () => post ? {{...state, version: 2, orders: [[]]}} : {state}}})"
-        page = choose.PAGE.replace("<script>", f"<script>fetch = {server}</script><script>")
+        page = choose.PAGE.decode().replace("<script>", f"<script>fetch = {server}</script><script>")
         frames += f"<iframe width={width} height=800 srcdoc='{html.escape(page)}'></iframe>"
     (tmp_path / "page.html").write_text("<!doctype html>" + frames + """<script>
         setTimeout(() => Array.from(frames, f => f.eval("main.children[1].focus(); main.children[1].click()")), 1000);
         setTimeout(() => document.title = Array.from(frames, f => f.eval(`
             title.textContent == state.groups[0].prompt && title.scrollWidth <= title.clientWidth
-            && [...document.querySelectorAll("h1, img, button, label")].map(e => e.getBoundingClientRect()).every(
+            && hint.textContent == "Step 3 of 10. Click on the picture that you like best, or press keys."
+            && [...document.querySelectorAll("h1, p, img, button, label")].map(e => e.getBoundingClientRect()).every(
             b => b.width > 50 && b.x >= 0 && b.y > 0 && b.right <= innerWidth && b.bottom <= innerHeight)
             + "," + state.orders.length + document.activeElement.value`)), 2000)</script>""")
     command = [browser, *"--headless --no-sandbox --disable-gpu --dump-dom --virtual-time-budget=9000".split(),
                "--disable-background-networking", f"--user-data-dir={tmp_path}", tmp_path / "page.html"]
     shown = subprocess.check_output(command, text=True, timeout=120)  # the last frame has the focus
     assert re.search(r"<title>(true,1\w*,){5}true,11</title>", shown)
+
+# --- Does a reward agree with a person? ---------------------------------------------------------------------
+@pytest.fixture
+def choices(tmp_path):
+    """Someone chose the greenest of each of 40 groups of four pictures, in every other one all of them in order."""
+    Path(tmp_path, "choices").mkdir()
+    rows = [dict(prompt="all alike", pictures=["0.png", "1.png"], order=[])]
+    for i, greens in enumerate(np.random.default_rng(0).permutation(256)[:160].reshape(40, 4)):
+        for green in greens:
+            Image.new("RGB", (16, 8), (90, int(green), 50)).save(tmp_path / f"choices/{green}.png")
+        names, order = [[f"{green}.png" for green in some] for some in (greens, sorted(greens, reverse=True))]
+        rows.append(dict(prompt=f"prompt {i}", pictures=names, order=order[:1 + i % 2 * 2]))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    Path(tmp_path, "choices.jsonl").write_text("".join(lines))
+    return lines
+
+def test_agreement_with_a_person(run, choices):
+    """Pairs were counted the wrong way round, or among those that nobody put in order; an interval was too narrow."""
+    Path("greens.py").write_text("""
+import random
+def green(images, *_): return [image.getpixel((0, 0))[1] for image in images]
+def half(images, *_): return [value // 128 for value in green(images)]
+def pink(images, *_): return [-value for value in green(images)]
+def moody(images, prompts, _): return (pink if random.Random(prompts[0]).random() < 0.5 else green)(images)
+""")
+    rewards = ",".join([f"greens.py:{name}" for name in "green=0 pink half moody".split()])
+    _, out, _ = run("choose", f"choices.jsonl --reward {rewards},sharpness")
+    assert "40 groups, 180 pairs of a better and a worse picture" in out  # 20 x 3 + 20 x 6
+    rows = {name: rest.split() for name, rest in re.findall(r"^(\w+) +([-\d].*)$", out, re.MULTILINE)}
+    for name, told in dict(green="1.00 0.91 .. 1.00 0%", pink="0.00 0.00 .. 0.09 0%", sharpness="- - 100%").items():
+        assert rows[name] == told.split()
+    assert rows["half"][0] == "1.00" and 10 < int(rows["half"][4][:-1]) < 50
+    share, low, _, high, ties = rows["moody"]  # all pairs of a group agree or none: they are no 180 observations
+    assert low < "0.50" < high and low < share < high and float(high) - float(low) > 0.25 and ties == "0%"
+
+@pytest.mark.parametrize("cut", [b'{"prompt": "a', b"\0" * 9, b"\n\n[", b"\xff"])
+def test_a_last_line_that_is_cut(run, choices, cut):
+    """A kill or a loss of power amid a row, as it also passes over itself: no other row was counted any more."""
+    with open("choices.jsonl", "ab") as file:
+        file.write(cut)
+    code, out, error = run("choose", "choices.jsonl --reward sharpness")
+    assert code == 0 and "40 groups, 180 pairs" in out
+    assert error == f"choices.jsonl, line {42 + cut.count(10)}: is cut off, and was passed over\n"
+
+@pytest.mark.parametrize("groups, noise, most", [(10, 0.5, 1), (10, 3.0, 1), (40, 0.5, 0.985), (40, 3.0, 0.985)])
+def test_intervals_cover(groups, noise, most):
+    """Four pictures in order make six pairs, and in a fifth of the groups the reward is the wrong way round. Quantiles
+    of .05 and .95, or pairs that count as independent, cover less than 92 %; intervals as wide as 0..1 all."""
+    rng = np.random.default_rng(0)
+    def draw(number):
+        signs = np.where(rng.random((number, 1)) < 0.2, -1, 1)
+        scores = signs * np.arange(4) + noise * rng.normal(size=(number, 4))
+        agrees = sum([scores[:, better] > scores[:, worse] for better in range(4) for worse in range(better)])
+        return np.stack([agrees, 6 - agrees], 1)
+
+    truth = draw(400_000)[:, 0].mean() / 6
+    found = [choose.estimate_share(draw(groups))[1] for _ in range(600)]
+    assert 0.92 <= np.mean([low <= truth <= high for low, high in found]) <= most
+
+def test_few_groups_have_no_interval():
+    """One group printed 0.67 .. 0.67. Groups of ties alone say nothing."""
+    few = [[4, 2], [0, 0], [1, 0], [2, 4], [3, 3], [0, 0]]
+    assert choose.estimate_share(np.array(few)) == (10 / 19, None)
+    assert choose.estimate_share(np.array([*few, [0, 1]]))[1] is not None
+
+@pytest.mark.parametrize("text, why", [  # {0} and {1} are lines of a good file; nothing is chosen in {0}
+    ("{0}", "chosen over"), ("{1}", "a target"), ("[]\n{0}", "choices.jsonl, line 1: "), ("", "chosen over"),
+    ("{1}", "choices/89.png"), ("{1}", "choices.jsonl: [Errno 2]")])
+def test_wrong_choices(refuse, choices, text, why):
+    Path("choices.jsonl").write_text(text.format(*choices))
+    Path(why.split(":")[0]).unlink(missing_ok=True)
+    assert why in refuse("choose", "choices.jsonl --reward mse")

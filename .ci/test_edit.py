@@ -1,5 +1,5 @@
 """Tests of examples/edit.py, mostly against the stock pipeline and `transformers`; a run of flow.py is resumed, too."""
-import gc, pickle, weakref
+import gc, math, pickle, re, weakref
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +10,7 @@ import grpo
 from conftest import ROOT, first_and_last, perturb, read_adapter, read_rows
 from examples.edit import Edit, EditWrapper
 from examples.make import squares, tiny
+from stand_in import StandIn
 WIDTH, HEIGHT = 160, 96  # not square
 
 def make_wrapper():
@@ -118,9 +119,21 @@ def test_bad_input(line, message, refuse):
     Path("edits.txt").write_text(line)
     assert message in refuse("edit", "--prompts edits.txt" if line else "")
 
+def judge_squares(text, pictures):
+    """A judge that measures: of the squares that the instruction names, or else of the others, the share that is right,
+    as likelihoods of two digits."""
+    before, after = [squares.look(picture) for picture in pictures]
+    want = squares.edit(before, re.search("instruction: (.*?)[.] ", text)[1])
+    right = (after == want)[(before != want) == ("done in the second" in text)]
+    rating = 10 * right.float().mean().item() if len(right) else 10
+    low = math.floor(rating)
+    chances = {str(low): low + 1 - rating} | ({str(low + 1): rating - low} if rating > low else {})
+    return [(max(chances, key=chances.get), chances)]
+
 def test_squares(tmp_path, run, monkeypatch):
     """Held-out pictures or pairs of colours that are also trained, a reward that is 1 for a copy; and a source or an
-    advantage that is wrong would teach nothing: the page's commands, with fewer steps, on 16 prompts."""
+    advantage that is wrong would teach nothing: the page's commands, with fewer steps, on 16 prompts. The rewards are
+    those of a judge, with which the source must arrive as the first picture."""
     squares.write_prompts(tmp_path)
     files = [EditWrapper.load_prompts(tmp_path / f"{name}.txt") for name in ("prompts", "held_out", "new_pairs")]
     (trained, seen), (held_out, new), (new_pairs, others) = [({*prompts}, {*sources}) for prompts, sources in files]
@@ -131,12 +144,20 @@ def test_squares(tmp_path, run, monkeypatch):
     Path("prompts.txt").write_text("\n".join(Path("prompts.txt").read_text().split("\n")[:16]))
     monkeypatch.setattr(tiny, "fit_policy", lambda *args, fit=tiny.fit_policy: fit(*args[:3], args[3] // 10, args[4]))
     squares.make_model(tmp_path)
-    assert run("edit", "--model . --steps 20 --group-size 4 --lr 2e-3 --save-every 20 --out run")[0] == 0
+    server = StandIn(judge_squares)
+    monkeypatch.setenv("JUDGE_URL", server.address)
+    monkeypatch.setenv("JUDGE_MODEL", "any")
+    rewards = ",".join([f"{ROOT}/examples/rewards.py:{name}=.05" for name in ("judge", "kept")])
+    flags = "--model . --steps 20 --group-size 4 --lr 2e-3 --save-every 20 --out run --reward"
+    assert run("edit", f"{flags} {rewards},{ROOT}/examples/make/squares.py:right=0")[0] == 0
+    server.shutdown()
     first, last = first_and_last("run")
-    assert last > first + 0.1
+    rows = read_rows("run")
+    right = [sum([row["reward/right"] for row in some]) / 5 for some in (rows[:5], rows[-5:])]
+    assert last > first + 0.1 and right[1] > right[0] + 0.1
 
 @pytest.mark.parametrize("name, flags", [
-    ("edit.py:EditWrapper", "--model seeing"), ("flow.py:Painter", "--model ar --decode-steps 3 --guidance 1")])
+    ("edit.py:EditWrapper", "--model seeing"), ("flow.py:DiT", "--model ar --decode-steps 3 --guidance 1")])
 def test_resumed_from_another_folder(name, flags, tmp_path, monkeypatch):
     """Another model, prompts without their sources, or an AR half without its adapter would go on in silence."""
     monkeypatch.chdir(tmp_path)

@@ -49,7 +49,7 @@ def load(folder, **settings):
 def test_tokens_and_logprobs_are_those_of_generate(folder, guidance, typed):
     """With the same random numbers `generate` draws the same tokens, of padded prompts, too. The trainer gives them the
     log-probs that it drew them with. Without top-k the model's own settings and 50 hold, as there."""
-    wrapper, _ = load(folder, guidance=guidance, **typed)
+    wrapper, _ = load(folder, guidance=guidance, micro_batch_size=6, **typed)
     chats = [[dict(role="user", content=[dict(type="text", text=prompt)])] for prompt in PROMPTS for _ in range(3)]
     inputs = wrapper.processor(
         text=wrapper.processor.apply_chat_template(chats, add_generation_prompt=True), generation_mode="image",
@@ -90,19 +90,21 @@ def test_both_passes_get_a_gradient(folder):
     assert (wrapper.compute_logprobs(rollout)[0] - logprobs).abs().mean() > 0.5
 
 @pytest.mark.parametrize("guidance", [1.5, 5.0])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_sample_does_not_depend_on_what_is_drawn_with_it(folder, guidance, size):
-    """Nor on padding: so one prompt at a time, or two, are drawn in less memory. A part of the cache or of the random
-    numbers that is shared would show. Pictures have the size that was asked for."""
-    wrapper, _ = load(folder, guidance=guidance)
+def test_a_sample_does_not_depend_on_what_is_drawn_with_it(folder, guidance):
+    """Nor on padding: one prompt at a time, two, or all are drawn, which takes less memory or less time. Random numbers
+    or a cache that parts have in common would show. Pictures have the size that was asked for."""
+    wrapper, _ = load(folder, guidance=guidance, micro_batch_size=10)
     prompts, seeds = [*PROMPTS, "blue", "a red thing", "green"], [4, 3, 9, 3, 5]
-    whole = wrapper.sample(prompts, 2, seeds)
-    for i in range(0, 5, size):
-        part = wrapper.sample(prompts[i:i + size], 2, seeds[i:i + size])
-        expected = whole.part(slice(2 * i, 2 * (i + size)))
-        assert torch.equal(part.tokens, expected.tokens) and torch.equal(part.allowed, expected.allowed)
-        torch.testing.assert_close(part.logprobs, expected.logprobs, rtol=0, atol=1e-5)
-    assert [image.size for image in wrapper.decode(["green"], part.tokens, [5])] == [(32, 32)] * len(part.tokens)
+    with mock.patch.object(Janus, "sample_together", autospec=True, side_effect=Janus.sample_together) as together:
+        whole = wrapper.sample(prompts, 2, seeds)
+        assert together.call_count == 1 and whole.prompts[::2] == prompts
+        for wrapper.config.micro_batch_size, calls in ((1, 5), (5, 3)):
+            together.reset_mock()
+            parts = wrapper.sample(prompts, 2, seeds)
+            assert together.call_count == calls and parts.prompts == whole.prompts
+            assert torch.equal(parts.tokens, whole.tokens) and torch.equal(parts.allowed, whole.allowed)
+            torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=0, atol=1e-5)
+    assert [image.size for image in wrapper.decode(["green"], whole.tokens[8:], [5])] == [(32, 32)] * 2
 
 def test_the_vision_tower_stays_on_the_cpu(folder, monkeypatch):
     """It is a fifth of the model with 1 B weights, and reads pictures, which nobody asks for here."""

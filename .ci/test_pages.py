@@ -341,15 +341,13 @@ def make_graphed(function, inputs, num_warmup_iters):
 
     return replay
 
-def test_the_cuda_graph_played_on_a_cpu(apply, glm, monkeypatch):
+def test_the_cuda_graph_played_on_a_cpu(glm, monkeypatch):
     """Same tokens, log-probs and allowed codes, bit for bit, twice, with top-p, padding and adapters that matter."""
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed)
-    changed = load(apply("cuda_graph"))
-    monkeypatch.setattr(changed, "CUDA", True)
     perturb(grpo.LoRA(glm.policy, glm.lora_layers, 4))
     samples = []
-    for module in (grpo, changed):
-        rollouts = [module.GLMImageWrapper.sample(glm, ["a red fox on a wall", "yellow"], 3, seeds)
-                    for seeds in ([1, 2], [3, 4])]
+    for cuda in (False, True):
+        monkeypatch.setattr(grpo, "CUDA", cuda)
+        rollouts = [glm.sample(["a red fox on a wall", "yellow"], 3, seeds) for seeds in ([1, 2], [3, 4])]
         samples.append([value for rollout in rollouts for value in rollout if torch.is_tensor(value)])
     assert all(torch.equal(ours, graph) for ours, graph in zip(*samples, strict=True))

@@ -1,28 +1,66 @@
 """You are the reward: a page in your browser shows groups of pictures, and you click on the best.
 Training prints its address, and waits for you. docs/choose.md has the details.
 
-    python grpo.py --reward examples/choose.py:choose --batch-size 2 --group-size 4"""
-import functools, hashlib, http.server, itertools, json, math, mimetypes, os, pathlib, secrets
-import subprocess, sys, threading, time
+    python grpo.py --reward examples/choose.py:choose --batch-size 2 --group-size 4
 
-STATE = dict(version=time.time_ns() // 1000, groups=[], orders=[], picked=[])  # on the page
+Does another reward see what you see? Count how often it agrees with your choices; rewards of
+rewards.py go by their names alone:
+
+    python -m examples.choose runs/mine/choices.jsonl --reward clip,sharpness,mine.py:bright
+"""
+import argparse, functools, hashlib, http.server, itertools, json, math, mimetypes, os, secrets
+import subprocess, sys, threading, time
+from pathlib import Path
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("choices", type=Path, help="the choices.jsonl of a run")
+    parser.add_argument("--reward", default="color", help="as for grpo.py; default: %(default)s")
+    if len(sys.argv) == 1:
+        parser.print_help()
+        parser.exit()
+    return parser.parse_args()
+
+if __name__ == "__main__":
+    ARGS = parse_args()  # before the imports, which take seconds
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+import grpo
+from examples.intervals import find_t
+
+PAGE = Path(__file__).with_name("choose.html").read_bytes()
+# What the page shows; all of it is sent anew when the version is a higher one.
+STATE = dict(version=time.time_ns() // 1000, groups=[], orders=[], picked=[])
 
 def choose(images, prompts, targets):
     """Identical pictures are shown once, and score alike. If all are identical, nobody is asked."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # the others would give up after half an hour
         sys.exit("choose.py asks one person, in one process: start grpo.py without torchrun")
-    # Before a model is loaded, grpo.py tries its rewards: all of picture i is (i, i, i).
-    if all([image.getextrema() == ((i % 256,) * 2,) * 3 for i, image in enumerate(images)]):
-        return [0.0] * len(images)
     names = [hashlib.sha256(image.tobytes()).hexdigest() + ".png" for image in images]
-    # A prompt that follows itself makes a run of two groups. The group size divides all runs.
-    size = math.gcd(*[len(list(run)) for _, run in itertools.groupby(prompts)])
+    size = read_run()[0]
+    if size is None:  # no run calls this; a group has one prompt
+        size = math.gcd(*[len(list(same)) for _, same in itertools.groupby(prompts)])
     groups = [dict(prompt=prompts[i], pictures=list(dict.fromkeys(names[i:i + size])), order=[])
               for i in range(0, len(names), size)]
     asked = [group for group in groups if len(group["pictures"]) > 1]
     if asked:
         ask(asked, dict(zip(names, images)))
     return [score(name, **groups[i // size]) for i, name in enumerate(names)]
+
+choose.relative = True  # its scores say nothing across calls: the best of any group gets 1
+
+def read_run():
+    """-> the group size of the run that asks, and its "Step 3 of 10. "; None and "" without one."""
+    folder = Path(os.environ.get("RUN", ""))
+    if not (folder / "config.json").exists():
+        return None, ""
+    config = json.loads((folder / "config.json").read_bytes())
+    log = folder / "metrics.jsonl"  # has a line for each step that is done
+    done = log.read_bytes().count(b"\n") if log.exists() else 0
+    return config["group_size"], f"Step {done + 1} of {config['steps']}. "
 
 def score(name, prompt, pictures, order):
     """1 for the first of an order, less in equal steps for the next, 0 for those not in it."""
@@ -32,7 +70,7 @@ def score(name, prompt, pictures, order):
 
 def ask(groups, images):
     """Waits for an order of each group, and a second more, in which the last can be undone."""
-    folder = Handler.folder = pathlib.Path(os.environ.get("RUN", "runs"), "choices")
+    folder = Handler.folder = Path(os.environ.get("RUN", "runs"), "choices")
     folder.mkdir(parents=True, exist_ok=True)
     for name, image in images.items():
         image.save(folder / name)
@@ -45,7 +83,8 @@ def ask(groups, images):
         rows = [json.loads(row) for row in rows]
         known = [row | dict(order=[]) for row in rows] == groups
         STATE.update(groups=groups, orders=[row["order"] for row in rows if known], picked=[],
-                     version=STATE["version"] + 1, ratio=image.width / image.height)
+                     version=STATE["version"] + 1, ratio=image.width / image.height,
+                     step=read_run()[1])
         start_server(folder / "address")
         before = None
         while STATE != before or len(STATE["orders"]) < len(groups):
@@ -102,7 +141,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 press(**json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             except Exception:  # whatever is wrong with it, training goes on
                 return self.send_error(400)
-        body = (json.dumps(STATE) if name else PAGE).encode()
+        body = json.dumps(STATE).encode() if name else PAGE
         if any(name in group["pictures"] for group in STATE["groups"]):
             body = (self.folder / name).read_bytes()
         self.send_response(200)
@@ -111,43 +150,93 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
     do_POST = do_GET
 
-PAGE = """<!doctype html><meta charset="utf-8"><title>Choose</title><style>
-html { color-scheme: light dark; background: light-dark(#faf8f4, #1b1a18); text-align: center;
-  color: light-dark(#2b2925, #e9e5dd); font: 1rem/1.5 system-ui, sans-serif }
-body { display: flex; flex-direction: column; gap: 1.2rem; height: 94dvh; margin: 3dvh 1.5rem }
-div, main, footer { display: flex; gap: 8px; justify-content: center } kbd { opacity: .6 }
-i { flex: 1; height: 4px; border-radius: 2px; background: #8884 } i.true { background: #3a9b74 }
-h1 { max-height: 25dvh; margin: 0; overflow: auto; overflow-wrap: anywhere; text-wrap: balance }
-main { flex: 1; flex-wrap: wrap; align-content: center; gap: 16px; min-height: 0 }
-button, label { border: 1px solid #8884; padding: .3rem 1rem; border-radius: 6px; cursor: pointer }
-button, kbd { font: inherit; color: inherit; background: none } button:hover { background: #8882 }
-h1 { flex: none; font: 500 1.4rem/1.4 system-ui } main button { padding: 0; border: 0 }
-img { width: var(--width); outline: 1px solid #8884 } .true img { outline: 3px solid #3a9b74 }
-</style><link rel="icon" href="data:,"><meta name="viewport" content="width=device-width">
-<div></div><h1></h1><main></main><footer><label><input type="checkbox"> In order</label>
-<button value=0>All alike <kbd>0</kbd></button><button value=Backspace>Back <kbd>⌫</kbd></button>
-<script>const [bar, title, main, inOrder] = document.querySelectorAll("div, h1, main, input");
-let state, focused, gone = {groups: [], orders: [], picked: [], note: "The run has ended."};
-async function load(key) {  // twice a second, as another page may answer, too
-  const body = JSON.stringify({version: state?.version, key, in_order: inOrder.checked});
-  const reply = await fetch("state.json", key && {method: "POST", body})
-    .then(reply => reply.json()).catch(() => key ? state : gone);
-  if (reply.version <= state?.version) return;
-  const {groups, orders, picked, note} = state = reply, group = groups[orders.length];
-  title.textContent = group?.prompt || note || "The next pictures will appear here by themselves.";
-  bar.innerHTML = groups.map((_, i) => `<i class="${i < orders.length}"></i>`).join("");
-  inOrder.checked ||= picked[0]; focused ||= main.querySelector(":focus-visible")?.value;
-  main.innerHTML = (group?.pictures || []).map((name, i) => `<button value="${i + 1}"
-    class="${picked.includes(name)}"><img src="${name}"><br><kbd>${i + 1}</kbd>
-    <b>${picked.includes(name) ? "rank " + (picked.indexOf(name) + 1) : ""}</b></button>`).join("");
-  if (group && focused) focused = main.children[picked[0] ? focused - 1 : 0].focus(); onresize();
-}
-onresize = () => main.style.setProperty("--width", Math.max(...[...main.children].map((_, i) =>
-  Math.min((main.clientWidth + 16) / (i + 1) - 16.1,  // in i + 1 columns
-    (main.clientHeight / Math.ceil(main.children.length / (i + 1)) - 45) * state.ratio))) + "px");
-onclick = e => e.detail < 2 && load(e.target.closest("button")?.value);
-onkeydown = e => e.repeat ? e.key == "Enter" && e.preventDefault()  // held down, it would run on
-  : e.ctrlKey || e.metaKey || e.altKey || load(e.key); setInterval(load, 500); load();</script>"""
+# --- Does a reward agree with a person? ---------------------------------------
+def read_row(path, line):
+    """A line of choices.jsonl -> prompt, pictures, pairs (better, worse) of their indices."""
+    row = json.loads(line)
+    names = row["pictures"]
+    left = list(range(len(names)))
+    pairs = []
+    for name in row["order"]:  # best first; those that are not in it are worse
+        left.remove(names.index(name))
+        pairs += [(names.index(name), worse) for worse in left]
+    images = [grpo.open_image(path.parent / "choices" / name) for name in names]
+    return row["prompt"], images, pairs
+
+def read_lines(path):
+    """-> {line number: line}, without a last one that a kill or a loss of power cut off."""
+    lines = grpo.attempt(path, path.read_bytes).split(b"\n")
+    lines = {number: line for number, line in enumerate(lines, start=1) if line.strip()}
+    last = max(lines, default=0)
+    try:
+        json.loads(lines.get(last, "0"))
+    except ValueError:
+        print(f"{path}, line {last}: is cut off, and was passed over", file=sys.stderr)
+        del lines[last]
+    return lines
+
+def count_pairs(path, rewards):
+    """-> {reward: [groups, 3]}: pairs in which it agrees, in which it does not, and its ties."""
+    counts = {name: [] for name in rewards}
+    for number, line in read_lines(path).items():
+        prompt, images, pairs = grpo.attempt(f"{path}, line {number}", read_row, path, line)
+        if not pairs:
+            continue
+        for name, (function, weight) in rewards.items():
+            scores, _ = grpo.compute_rewards(images, [prompt] * len(images), [None] * len(images),
+                                             {name: (function, weight or 1)})
+            signs = [(scores[better] - scores[worse]).sign().item() for better, worse in pairs]
+            counts[name].append([signs.count(sign) for sign in (1, -1, 0)])
+    if not all(counts.values()):
+        raise grpo.BadInput(f"{path}: has no picture that was chosen over another")
+    return {name: np.array(rows) for name, rows in counts.items()}
+
+def estimate_share(rows):
+    """rows [groups, 2]: pairs in which a reward agrees, and does not -> the share in which it
+    agrees, and a 95 % interval, or None for fewer than five groups.
+
+    The pairs of a group depend on each other: n pairs tell as much as a smaller number of pairs
+    would by themselves. That number follows from how the groups differ (the variance of a ratio, by
+    linearisation). With it the interval is Wilson's, which stays within 0..1 and is no point where
+    all pairs agree, with a quantile of Student's t (as Dean and Pagano do for surveys, 2015)."""
+    rows = rows[rows.sum(1) > 0]  # the others are ties alone
+    groups, pairs = len(rows), rows.sum()
+    share = rows[:, 0].sum() / pairs
+    if groups < 5:
+        return share, None
+    squares = np.square(rows[:, 0] - share * rows.sum(1)).sum()
+    # Ten groups often lack the one in ten in which the reward is all wrong, and look too much
+    # alike. So a quarter of a group in which all pairs agree is added, and one in which none does.
+    squares += (pairs / groups) ** 2 * ((1 - share) ** 2 + share**2) / 4
+    variance = groups / (groups - 1) * squares / pairs**2
+    n = min(share * (1 - share) / variance, pairs) or groups  # 0, where all pairs agree
+    t = find_t(groups - 1)
+    middle = (share + t**2 / (2 * n)) / (1 + t**2 / n)
+    half = t / (1 + t**2 / n) * np.sqrt(share * (1 - share) / n + (t / (2 * n)) ** 2)
+    return share, (middle - half, middle + half)
+
+def print_agreement(counts):
+    groups, pairs = [(len(rows), rows.sum()) for rows in counts.values()][0]
+    print(f"{groups} groups, {pairs} pairs of a better and a worse picture\n\n"
+          f"{'reward':16} agrees  95 % interval  ties")
+    for name, rows in counts.items():
+        agrees = interval = "-"
+        if rows[:, :2].any():
+            share, found = estimate_share(rows[:, :2])
+            agrees = f"{share:.2f}"
+            interval = f"{found[0]:.2f} .. {found[1]:.2f}" if found else "-"
+        print(f"{name:16} {agrees:>6}  {interval:>13}  {rows[:, 2].sum() / pairs:4.0%}")
+
+def main(args):
+    try:
+        parts = [part.strip() for part in args.reward.split(",")]
+        own = Path(__file__).with_name("rewards.py")
+        parts = [part if ":" in part or part.split("=")[0].strip() in grpo.REWARDS
+                 else f"{own}:{part}" for part in parts]
+        print_agreement(count_pairs(args.choices, grpo.load_rewards(",".join(parts))))
+    except grpo.BadInput as error:
+        print("choose.py: error:", *str(error).split(), file=sys.stderr)
+        sys.exit(2)
 
 if __name__ == "__main__":
-    print(__doc__)
+    main(ARGS)

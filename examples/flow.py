@@ -1,21 +1,23 @@
-"""Flow-GRPO (arXiv 2505.05470): the trainer of grpo.py, with GLM-Image's DiT as the policy.
+"""GLM-Image's two halves, trained in turn: `--model RUN` trains the half that the run did not.
 
-An action is a denoising step. The pipeline's Euler steps are deterministic. Here some steps add
-noise, and a drift that compensates for it. The latents keep the same distribution, and each noisy
-step has a log-prob, that of a Gaussian.
+    python grpo.py --decode-steps 4 --reward examples/rewards.py:even --out runs/ar
+    python -m examples.flow --model runs/ar --out runs/dit \\
+        --reward examples/rewards.py:even --steps 60 --lr 5e-3 --group-size 8
+    python -m examples.flow --model runs/dit --out runs/ar2 --reward examples/rewards.py:even
 
-    python grpo.py --decode-steps 4 --out runs/ar
-    python -m examples.flow --model runs/ar/adapter_00020 --out runs/painter --decode-steps 4 \\
-        --width 128 --height 128 --guidance 1 --lr 5e-3 --reward examples/rewards.py:even
+It takes the flags of grpo.py. --model may be a model, the folder of a run, or that of an adapter.
+Of a run it takes the newest adapter, which is frozen, the adapter with which the other half goes
+on, and the settings of drawing, such as --width; typed flags override them. `python grpo.py
+--wrapper examples/flow.py:DiT`, or `examples/halves.py:AR`, takes the same adapters, no settings.
 
-It takes the flags of grpo.py; `python grpo.py --wrapper examples/flow.py:Painter` does the same.
---kl-coef must be 0, its default here. --model may be the folder of an adapter of the AR half: the
-tokens are then drawn with it, by the model that it names. The settings in that model's grpo.json
-are not read, so they are typed above.
+The DiT learns by Flow-GRPO (arXiv 2505.05470), in the trainer of grpo.py. An action is a denoising
+step. The pipeline's Euler steps are deterministic. Here some steps add noise, and a drift that
+compensates for it. The latents keep the same distribution, and each noisy step has a log-prob, that
+of a Gaussian.
 
 Axes: N = P * G samples, B of them per micro-batch; W noisy steps; latents [C, h, w].
 """
-import json, math, sys
+import argparse, math, sys
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +26,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
 from grpo import DEVICE
+from examples import halves
+from examples.runs import PICTURE, fail, load_weights
 
 NOISE_LEVEL = 0.7  # "a" in the paper: how much the images of a group differ
 WINDOW = 2  # W: the number of denoising steps that have noise and are trained
 
+# --- The maths of noisy steps ---------------------------------------------------
 def denoise(latents, velocity, sigma, next_sigma, noise_level):
     """One step -> mean [B, C, h, w] and std of the next latents. Latents are (1 - sigma) * image +
     sigma * noise; velocity is noise - image. At level 0 this is an Euler step, and the std is 0."""
@@ -49,25 +54,14 @@ def check(config):
     if config.kl_coef > 0:
         raise grpo.BadInput("--kl_coef must be 0: k3 is negligible for means over pixels")
 
-def load_ar(path, config):
-    """-> the wrapper of a model, or of the model that an adapter of the AR half names, with it."""
-    file = Path(path, "adapter_config.json")
-    if not file.is_file():
-        return grpo.GLMImageWrapper.from_pretrained(path, config)
-    saved = json.loads(file.read_bytes())
-    if saved.get("target_modules") != grpo.GLMImageWrapper.lora_layers:
-        raise grpo.BadInput(f"--model {path}: is no adapter of grpo.py for the AR half")
-    ar = grpo.GLMImageWrapper.from_pretrained(saved["base_model_name_or_path"], config)
-    lora = grpo.LoRA(ar.policy, ar.lora_layers, saved["r"])
-    grpo.attempt(f"--model {path}", lora.load_folder, Path(path))
-    return ar
-
-class Painter:
+# --- The DiT as the policy ------------------------------------------------------
+class DiT:
     """A wrapper of the DiT. Its `tokens` are latents [N, W + 2, C, h, w]: before the first noisy
     step, after each noisy step, and at the end. A rollout's `allowed` has the conditions, `given`
     [N, 1 + K]: the index of the first noisy step, then the codes."""
-    defaults = dict(kl_coef=0.0)
-    lora_layers = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
+    defaults = dict(kl_coef=0.0, clip_range=2e-4)
+    lora_layers = halves.DIT_LAYERS
+    frozen = None  # the LoRA of the AR half
 
     def __init__(self, ar):
         self.ar = ar  # the wrapper of grpo.py: it samples tokens, and is frozen
@@ -75,21 +69,29 @@ class Painter:
         self.policy = ar.pipe.transformer
         self.policy.enable_gradient_checkpointing()
         self.config = ar.config
+        self.explores = False  # a trainer does
 
     @classmethod
     def from_pretrained(cls, path, config):
         check(config)
-        return cls(load_ar(path, config))
+        model, adapter = halves.choose_frozen(path, config, halves.DIT_LAYERS)
+        wrapper = cls(grpo.GLMImageWrapper.from_pretrained(model, config))
+        wrapper.frozen = adapter and load_weights(wrapper.ar, adapter)
+        wrapper.model = model
+        return wrapper
 
     @property
     def config(self):
         return self.ar.config
 
-    @config.setter  # a trainer sets its own, which may not be those with which the model was loaded
+    @config.setter
     def config(self, config):
+        """A trainer sets its own, which may not be those with which the model was loaded. Who only
+        draws does not, and does not explore."""
         # A micro-batch has one prompt: with two, the DiT would see the shorter glyphs' padding.
         config.micro_batch_size = math.gcd(config.micro_batch_size, config.group_size)
         self.ar.config = config
+        self.explores = True
         self.set_schedule()
 
     def set_schedule(self):
@@ -134,16 +136,18 @@ class Painter:
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
-        """P prompts, a seed per group -> a Rollout. A group shares its codes and its initial noise:
-        its rewards differ only because of the denoising. With one image per prompt it is for the
-        log, and the latents are not drawn here: see `decode`."""
-        drawn = self.ar.sample(prompts, 1, seeds)
-        if group_size == 1:
-            return drawn
-        self.ar.move_to_gpu(self.ar.dit)
+        """P prompts, a seed per group -> a Rollout. In training a group shares its codes and its
+        initial noise: its rewards differ only because of the denoising. The samples of others,
+        and those for the log, have codes of their own, which `decode` paints without noise."""
+        explores = self.explores and group_size > 1
+        drawn = self.ar.sample(prompts, 1 if explores else group_size, seeds)
         h = self.config.height // 32
         w = self.config.width // 32
-        large = drawn.tokens[:, -h * w:].view(-1, h, w)  # without the draft, which is not decoded
+        large = drawn.tokens[:, -h * w:]  # without the draft, which is not painted
+        if not explores:
+            return drawn._replace(tokens=large)
+        self.ar.move_to_gpu(self.ar.dit)
+        large = large.view(-1, h, w)
         codes = torch.kron(large, large.new_ones(1, 2, 2)).flatten(1)  # [P, K]
         samples = []
         for prompt, row, seed in zip(prompts, codes, self.pipe.progress_bar(seeds)):
@@ -188,6 +192,9 @@ class Painter:
 
     def compute_logprobs(self, rollout):
         """Repeats the noisy steps -> log-probs with a gradient, entropy [B, W]."""
+        if rollout.tokens.dim() == 2:
+            raise grpo.BadInput("the DiT has log-probs of its latents, and none of codes")
+        halves.keep_frozen(self)
         self.ar.move_to_gpu(self.ar.dit)
         text = self.pipe.encode_prompt(rollout.prompts[0], self.config.guidance > 1)
         start = rollout.allowed[0, 0].item()
@@ -202,8 +209,8 @@ class Painter:
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
-        """The latents are finished: only the VAE is applied. Codes [N, T], of one image per prompt,
-        are drawn by the pipeline without added noise, as for its users."""
+        """The latents are finished: only the VAE is applied. Codes [N, h w] are drawn by the
+        pipeline without added noise, as for its users."""
         if tokens.dim() == 2:
             return self.ar.decode(prompts, tokens, seeds)
         self.ar.move_to_gpu(self.ar.dit)
@@ -216,7 +223,29 @@ class Painter:
             images += self.pipe.image_processor.postprocess(image)
         return images
 
+# --- The command --------------------------------------------------------------
+def find_defaults(argv=None):
+    """What --model brings -> defaults: the half that was not trained last, and the settings of
+    drawing. Those of training that a model has in its grpo.json are for its AR half."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", default=grpo.TINY_MODEL)
+    parser.add_argument("--resume")
+    typed, _ = parser.parse_known_args(argv)
+    if typed.resume and Path(typed.resume, "config.json").is_file():  # the run knows all itself
+        return {}
+    model, adapters, settings = halves.find_halves(typed.model)
+    tuned = halves.read_json(Path(model, "grpo.json"))
+    is_painted = [*adapters][-1:] == [halves.DIT_LAYERS]
+    wrapper = f"{halves.__file__}:AR" if is_painted else f"{__file__}:DiT"
+    if not is_painted:
+        tuned = {name: value for name, value in tuned.items() if name in PICTURE}
+    return dict(wrapper=wrapper) | tuned | settings
+
 if __name__ == "__main__":
     if {"-h", "--help"} & {*sys.argv}:
         print(__doc__)  # before the flags
-    grpo.main(wrapper=f"{__file__}:Painter")
+    try:
+        DEFAULTS = find_defaults()
+    except grpo.BadInput as error:
+        fail(error)
+    grpo.main(**DEFAULTS)

@@ -1,12 +1,13 @@
-"""What bf16 does to LoRA's updates, and what a learning rate does to a policy at full width.
+"""What bf16 does to GLM-Image's AR half, and what a learning rate does to it, with random weights.
 
-    python -m examples.precision                            # one and two layers, on a CPU
-    python -m examples.precision --layers 3 6 12 24 40      # on a GPU with 80 GB
-    python -m examples.precision --model janus --layers 3   # Janus-Pro-1B; janus-7b is the larger
+    python -m examples.precision updates                            # on a CPU, in some minutes
+    python -m examples.precision updates --layers 3 6 12 24 40      # on a GPU with 80 GB
+    python -m examples.precision updates --model janus --layers 24  # Janus-Pro-1B; also janus-7b
+    python -m examples.precision order    # how far log-probs move if sums have another order
 
-The weights are random, and layers have their real sizes. Adam's first step moves every weight by
-the learning rate, whatever its gradient is: so B = lr * sign(-gradient), with random rewards.
-The true change of the log-probs is that in fp32, from the same weights, tokens and B.
+`updates`: layers have their real sizes. Adam's first step moves every weight by the learning rate,
+whatever its gradient is. So B = lr * sign(-gradient) here, for a group with random rewards. The
+true change of the log-probs is that in fp32, from the same weights, tokens and B.
 """
 import argparse, sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from examples.measure import print_head, print_row
 
 RATES = [1e-6, 1e-5, 5e-5, 2e-4]
 FLOOR = 1e-6  # a step whose true kl is 0
+INIT = 0.02  # std of the weights; at 0.04 forty layers are chaotic, and no update is right
 PROMPT = "a red fox on a wall beside a yellow door"
 
 def make_glm_image(layers, group_size):
@@ -33,22 +35,22 @@ def make_glm_image(layers, group_size):
     pipe.transformer.register_to_config(prior_vq_quantizer_codebook_size=measure.V)
     config = pipe.vision_language_encoder.config
     config.text_config = transformers.GlmImageTextConfig(
-        num_hidden_layers=layers, vocab_size=measure.V, pad_token_id=0,
-        initializer_range=0.04,
+        num_hidden_layers=layers, vocab_size=measure.V, pad_token_id=0, initializer_range=INIT,
         rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5))
     with grpo.DEVICE:
         pipe.vision_language_encoder = transformers.GlmImageForConditionalGeneration(config)
     pipe.vision_language_encoder.bfloat16()
     return grpo.GLMImageWrapper(pipe, grpo.Config(
         width=256, height=256, group_size=group_size, micro_batch_size=group_size, top_k=0,
-        top_p=0.75, temperature=0.66, offload="off"))  # 0.66: some codes stand out
+        top_p=0.75, temperature=16.5 * INIT, offload="off"))  # some codes stand out
 
 def make_janus(billions, layers, group_size):
     """-> a wrapper of Janus-Pro with its real widths. It writes 576 tokens."""
     sizes = measure.JANUS[billions]
     width = sizes["hidden_size"]
     config = transformers.JanusConfig(
-        text_config=sizes | dict(num_hidden_layers=layers, vocab_size=1000, initializer_range=0.04),
+        text_config=sizes | dict(
+            num_hidden_layers=layers, vocab_size=1000, initializer_range=INIT),
         vq_config=dict(image_token_embed_dim=width, projection_dim=width))
     with grpo.DEVICE:
         policy = transformers.JanusForConditionalGeneration(config).bfloat16()
@@ -74,7 +76,6 @@ class Experiment:
         self.wrapper = wrapper
         rollout = wrapper.sample([PROMPT], group_size, [0])
         self.parts = [rollout.part(slice(i, i + 1)) for i in range(group_size)]  # saves memory
-        self.scores = {}
         torch.manual_seed(0)
         self.lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank=32)
         wrapper.policy.float()
@@ -127,15 +128,56 @@ def measure_layers(wrapper, layers, group_size, rates):
     kls = [f"{compute_kl(change):.2g}" for change in (still, floor_two, floor_one)]
     print_row(layers, f"{FLOOR:g}, random signs", "", "", "", *kls)
 
+# --- How far bf16 rounds at depth -----------------------------------------------
+DEPTHS = [(10, 0.04, 16), (20, 0.04, 16), (40, 0.04, 16), (40, 0.08, 16),  # layers, init, bits
+          (40, 0.04, 32)]
+
+@torch.no_grad()
+def measure_order(linear=F.linear):
+    """|Log-prob differences| of a pass to one that sums in reverse order: mean, 99th percentile,
+    largest, and the share of ratios that are off by more than 0.2; then the largest difference to
+    an equal pass. A quarter as wide."""
+    prompts = ["green", "a red fox on a wall beside a yellow door"]
+    print_head("layers | init | bits | mean | 99 % | largest | off | again")
+    for layers, init, bits in DEPTHS:
+        pipe = tiny.make_models(grpo.COLORS)
+        pipe.processor._get_target_shape = lambda height, width: (8, 8, 4, 4)  # a small draft
+        pipe.transformer.register_to_config(prior_vq_quantizer_codebook_size=measure.V)
+        config = pipe.vision_language_encoder.config
+        config.text_config = transformers.GlmImageTextConfig(  # all else has its real size
+            num_hidden_layers=layers, hidden_size=1024, num_attention_heads=8,
+            intermediate_size=3424, initializer_range=init,
+            rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5))
+        dtype = torch.bfloat16 if bits == 16 else torch.float32
+        policy = transformers.GlmImageForConditionalGeneration(config).to(dtype)
+        pipe.vision_language_encoder = policy
+        heat = 0.9 * init * 32 / 3.5  # what 0.9 is to logits of std 3.5: some codes stand out
+        wrapper = grpo.GLMImageWrapper(pipe, grpo.Config(
+            width=256, height=256, top_k=0, top_p=0.75, temperature=heat, offload="off"))
+        rollout = wrapper.sample(prompts, 4, [0, 1])
+        first, again = [wrapper.compute_logprobs(rollout)[0] for _ in range(2)]
+        with mock.patch.object(F, "linear", lambda x, w, b: linear(x.flip(-1), w.flip(-1), b)):
+            gap = wrapper.compute_logprobs(rollout)[0] - first
+        cells = [gap.abs().mean(), gap.abs().quantile(0.99), gap.abs().max(),
+                 (gap.expm1().abs() > 0.2).float().mean(), (again - first).abs().max()]
+        print_row(layers, str(init), bits, *[f"{cell.item():.2g}" for cell in cells])
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", nargs="?", choices=["updates", "order"], help="which to print")
     parser.add_argument("--model", choices=["glm-image", "janus", "janus-7b"], default="glm-image")
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates")
     args = parser.parse_args()
+    if args.table is None:
+        parser.print_help()
+        parser.exit()
     transformers.logging.set_verbosity_error()
+    if args.table == "order":
+        measure_order()
+        parser.exit()
     print_head("layers | lr | true change | slope, two roundings | slope, one | true kl | "
                "kl, two | kl, one")
     for layers in args.layers:

@@ -4,26 +4,22 @@ copy.
     python grpo.py --steps 5 --reward examples/rewards.py:sharpness=5,color=1
     python grpo.py --reward examples/rewards.py:ocr --prompts words.txt
     python -m examples.rewards    # lists them
-
-Does a reward see what you see? Choose pictures yourself with choose.py, then count how often each
-of some rewards agrees with you:
-
-    python -m examples.rewards runs/mine/choices.jsonl --reward clip,sharpness,mine.py:bright
 """
-import argparse, base64, concurrent.futures, difflib, functools, importlib, inspect, io, itertools
-import json, os, re, sys, unicodedata, urllib.request, warnings
+import argparse, difflib, functools, importlib, inspect, io, itertools, os, re, sys, unicodedata
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 from grpo import (  # before torch, which reads when it is imported how threads are to wait
-    BadInput, attempt, compute_rewards, find_color, load_rewards, open_image, pil_to_tensor)
+    BadInput, attempt, find_color, pil_to_tensor)
 import diffusers
 import huggingface_hub
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from PIL import Image
+from PIL import Image, ImageOps
+from examples.judge import ask, read_rating, read_winner, read_yes, to_url
 
 CLIP = "openai/clip-vit-large-patch14"  # or another CLIP
 PICKSCORE = "yuvalkirstain/PickScore_v1"  # a CLIP fine-tuned on people's preferences
@@ -133,6 +129,8 @@ def aesthetic_z(images, prompts, targets=None):
     scores = aesthetic(images, prompts)
     return (scores - scores.mean()) / (scores.std() + 1e-6)
 
+aesthetic_z.relative = True  # scores of two calls do not compare
+
 def jpeg(images, prompts, targets=None):
     """How well it compresses: 1 - JPEG bytes / raw bytes."""
     scores = []
@@ -172,48 +170,46 @@ def lpips(images, prompts, targets):
         scores.append(-load_lpips()(pair[:1], pair[1:], normalize=True).item())
     return scores
 
-def post(question):
-    """A text and pictures -> the answer of the vision-language model at JUDGE_URL."""
-    text, *urls = question
-    content = [{"type": "text", "text": text}]
-    content += [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    body = {"model": os.environ["JUDGE_MODEL"], "temperature": 0,
-            "messages": [{"role": "user", "content": content}]}
-    request = urllib.request.Request(
-        os.environ["JUDGE_URL"] + "/v1/chat/completions", json.dumps(body).encode(),
-        {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)["choices"][0]["message"]["content"] or ""
+# --- Rewards that ask a server ------------------------------------------------
+RATE = "Answer with one number, 0 (no) to 10 (yes)."
 
-def ask(questions, images):
-    """-> {question: answer}. Eight are asked at a time, and equal ones once. Of grpo.py's trial, in
-    which image i is plain gray, all i, only one is asked: that finds a server that is down."""
-    questions = list(dict.fromkeys(questions))
-    is_trial = all([image.getextrema() == ((i % 256, i % 256),) * 3
-                    for i, image in enumerate(images)])
-    server = [f"{name}={os.environ.get(name)}" for name in ("JUDGE_URL", "JUDGE_MODEL")]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        answers = pool.map(post, questions[:1] if is_trial else questions)
-        answers = attempt(" ".join(server), list, answers)
-    return dict(zip(questions, answers * len(questions) if is_trial else answers))
+def score(name, questions, read):
+    """-> what `read` makes of the answers; 0 for those that it cannot read."""
+    found = ask(name, questions, read)
+    return [found[question] or 0.0 for question in questions]
 
-def to_url(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+def show_edit(text, image, prompt, source):
+    """A question about a source, which is shown first, and its edit. The source is shown in the
+    size of the edit: a photo would be megabytes of PNG."""
+    made = f"The second picture was made from the first by this instruction: {prompt}. "
+    return made + text, to_url(ImageOps.contain(source, image.size)), to_url(image)
 
 def judge(images, prompts, targets=None):
-    """A vision-language model's rating, 0 to 10. JUDGE_URL is a server with OpenAI's protocol."""
-    text = "Does the picture show this: {}? Answer with one number, 0 (no) to 10 (yes)."
-    questions = [(text.format(prompt), to_url(image)) for prompt, image in zip(prompts, images)]
-    answers = ask(questions, images)
-    scores = []
-    for answer in [answers[question] for question in questions]:
-        number = re.search(r"\d+(\.\d+)?", answer)
-        if number is None:
-            warnings.warn(f"judge returns 0, because there is no number in the answer {answer!r}")
-        scores.append(float(number[0]) if number else 0.0)
-    return scores
+    """A vision-language model's rating, 0 to 10: does the picture show what the prompt says? If the
+    prompt has a source, is it edited so? JUDGE_URL is a server with OpenAI's protocol."""
+    questions = []
+    for image, prompt, source in zip(images, prompts, targets or [None] * len(images)):
+        if source is None:
+            questions.append((f"Does the picture show this: {prompt}? {RATE}", to_url(image)))
+        else:
+            text = f"Is what the instruction asks for done in the second? {RATE}"
+            questions.append(show_edit(text, image, prompt, source))
+    return score("judge", questions, read_rating)
+
+def kept(images, prompts, targets):
+    """Whether an edit left alone what its instruction does not name, 0 to 10: `judge`'s model."""
+    if None in targets:
+        raise BadInput("kept compares an edit with its source, and a prompt has none")
+    text = f"Is all that the instruction does not name the same in both? {RATE}"
+    questions = [show_edit(text, *row) for row in zip(images, prompts, targets)]
+    return score("kept", questions, read_rating)
+
+def yes(images, prompts, targets=None):
+    """P(yes), 0 to 1, of `judge`'s model, asked whether the picture shows what the prompt says, as
+    VQAScore asks (arXiv 2404.01291)."""
+    text = 'Does this figure show "{}"? Please answer yes or no.'
+    questions = [(text.format(prompt), to_url(image)) for image, prompt in zip(images, prompts)]
+    return score("yes", questions, read_yes)
 
 def compare(images, prompts, targets=None):
     """How often it beats the other images of its group, 0 to 1; a tie is half. `judge`'s model sees
@@ -224,87 +220,31 @@ def compare(images, prompts, targets=None):
     questions = {}  # of each pair (i, j), of which i is shown first
     # Equal prompts stand next to each other. Images of two prompts are never compared; those of
     # edit.py are equal if their sources are, too.
-    for (prompt, _), group in itertools.groupby(
+    for _, group in itertools.groupby(
             range(len(images)), lambda i: (prompts[i], getattr(prompts[i], "source", None))):
         for i, j in itertools.permutations(group, 2):
-            questions[i, j] = (text.format(prompt), urls[i], urls[j])
-    answers = ask([each for each in questions.values() if each[1] != each[2]], images)
+            questions[i, j] = (text.format(prompts[i]), urls[i], urls[j])
+    asked = [question for question in questions.values() if question[1] != question[2]]
+    winners = ask("compare", asked, read_winner)
     wins = [[] for _ in images]
     for (i, j), question in questions.items():
-        win = read_win(answers.get(question, "0"))
+        win = winners.get(question)
+        win = 0.5 if win is None else win
         wins[i].append(win)
         wins[j].append(1 - win)
     return [sum(each) / len(each) if each else 0.5 for each in wins]
 
-def read_win(answer):
-    """-> 1 if the first picture is better, 0 if the second is, 0.5 for a tie."""
-    digits = set(re.findall(r"\b[012]\b", answer))
-    if len(digits) != 1:
-        warnings.warn(f"compare takes this answer for a tie: {answer!r}")
-    return {"1": 1, "2": 0}.get("".join(digits), 0.5)
+compare.relative = True  # its scores say nothing across calls, as each call has other opponents
 
-# --- Does a reward agree with a person? ---------------------------------------
-def read_row(path, line):
-    """A line of choices.jsonl -> prompt, pictures, pairs (better, worse) of their indices."""
-    row = json.loads(line)
-    names = row["pictures"]
-    left = list(range(len(names)))
-    pairs = []
-    for name in row["order"]:  # best first; those that are not in it are worse
-        left.remove(names.index(name))
-        pairs += [(names.index(name), worse) for worse in left]
-    return row["prompt"], [open_image(path.parent / "choices" / name) for name in names], pairs
-
-def count_pairs(path, rewards):
-    """-> {reward: [groups, 3]}: pairs in which it agrees, in which it does not, and its ties."""
-    counts = {name: [] for name in rewards}
-    for number, line in enumerate(attempt(path, path.read_text, "utf-8").splitlines(), start=1):
-        prompt, images, pairs = attempt(f"{path}, line {number}", read_row, path, line)
-        if not pairs:
-            continue
-        for name, (function, weight) in rewards.items():
-            scores, _ = compute_rewards(images, [prompt] * len(images), [None] * len(images),
-                                        {name: (function, weight or 1)})
-            signs = [(scores[better] - scores[worse]).sign().item() for better, worse in pairs]
-            counts[name].append([signs.count(sign) for sign in (1, -1, 0)])
-    if not all(counts.values()):
-        raise BadInput(f"{path}: has no picture that was chosen over another")
-    return {name: np.array(rows) for name, rows in counts.items()}
-
-def print_agreement(path, rewards):
-    """With intervals by bootstrap over groups, as the pairs of a group are not independent."""
-    counts = count_pairs(path, rewards)
-    groups, pairs = [(len(rows), rows.sum()) for rows in counts.values()][0]
-    print(f"{groups} groups, {pairs} pairs of a better and a worse picture\n\n"
-          f"{'reward':16} agrees  95 % interval  ties")
-    for name, rows in counts.items():
-        rng = np.random.default_rng(0)
-        drawn = rng.multinomial(groups, [1 / groups] * groups, 10_000) @ rows
-        drawn = drawn[drawn[:, :2].any(1)]  # not those with ties alone
-        agrees, differs, ties = rows.sum(0)
-        found = f"{'-':>6}  {'-':>13}"
-        if agrees + differs:
-            low, high = np.quantile(drawn[:, 0] / drawn[:, :2].sum(1), [0.025, 0.975])
-            found = f"{agrees / (agrees + differs):6.2f}   {low:.2f} .. {high:.2f}"
-        print(f"{name:16} {found}  {ties / pairs:4.0%}")
-
+# --- The list -----------------------------------------------------------------
 def main():
     own = {name: function for name, function in globals().items() if inspect.isfunction(function)
            and [*inspect.signature(function).parameters] == ["images", "prompts", "targets"]}
     listed = "\n".join([f"{name:12} {inspect.getdoc(own[name])}" for name in own])
     parser = argparse.ArgumentParser(description=f"{__doc__}\n{listed}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("choices", nargs="?", type=Path, help="the choices.jsonl of a run")
-    parser.add_argument("--reward", help="as for grpo.py; those of the list by their names alone")
-    args = parser.parse_args()
-    if not args.choices:
-        return parser.print_help()
-    try:
-        parts = [part.strip() for part in (args.reward or "").split(",")]
-        parts = [f"{__file__}:{part}" if part.split("=")[0] in own else part for part in parts]
-        print_agreement(args.choices, load_rewards(",".join(parts)))
-    except BadInput as error:
-        parser.exit(2, f"{parser.prog}: error: {' '.join(str(error).split())}\n")
+    parser.parse_args()
+    parser.print_help()
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,248 @@
+"""Tests of examples/judge.py and of the rewards that it serves: real requests to a server on the loopback, which is as
+strict as those of OpenAI's protocol (stand_in.py). What it answers depends on the green of the pictures."""
+import email.utils, socket, threading, time, warnings
+
+import pytest
+from PIL import Image
+
+from examples import edit, judge, rewards
+from stand_in import StandIn
+
+def paint(*greens):
+    return [Image.new("RGB", (16, 8), (90, int(green), 50)) for green in greens]
+
+def find_greens(pictures):
+    return [picture.getpixel((0, 0))[1] for picture in pictures]
+
+@pytest.fixture
+def server(monkeypatch):
+    """Its `answer` may be a dict {green of the last picture: answer}."""
+    def answer(text, pictures):
+        said = server.says
+        return said(text, pictures) if callable(said) else said[find_greens(pictures)[-1]]
+
+    server = StandIn(answer)
+    for name, value in dict(JUDGE_URL=server.address, JUDGE_MODEL="any", http_proxy="http://127.0.0.1:9",
+                            no_proxy="", JUDGE_KEY="").items():  # a proxy that is not there
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(judge, "WAITS", [0.01, 0.02])
+    yield server
+    server.shutdown()
+    server.server_close()
+
+# --- What an answer says ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("answer, rating", [
+    ("8", 8), ("8.", 8), ("8,5", 8.5), ("6.25", 6.25), ("0", 0), ("10", 10), ("10/10", 10), ("1/10", 1), ("8 / 10.", 8),
+    ("I'd say 6.5 of 10", 6.5), ("a rating of 10", 10), ("**Rating:** 7", 7), ("8分", 8), ("\\boxed{8}", 8),
+    ("on a scale of 0 to 10: 7", 7), ("On a scale from 0 (no) to 10 (yes), 0.", 0), ("1-10: 9", 9), ("8 out of 10", 8),
+    ("8/10, for its 3 foxes", 8), ("between 0 and 10, it is 4.", 4),
+    ("<think>3 squares, 9?</think> 8", 8), ("so 3 of them</think>\n\n8", 8), ("<think>1</think><think>2</think>8", 8),
+    ("<thinking>5</thinking><answer>8</answer>", 8), ("[THINK]5[/THINK]8", 8), ("◁think▷5◁/think▷8", 8),
+    ("85", None), ("-3", None), ("−3", None), ("10.5", None), ("1,000", None), ("85%", None), ("4/5", None),
+    ("7-8", None), ("7 or 8", None), ("3 foxes, so 8", None), ("2D", None), ("eight", None), ("", None), (None, None),
+    ("<think>3 squ", None), ("<think>3</think>7<think>8", None), ("8 <think>sure?</think>", None)])
+def test_ratings(server, answer, rating):
+    """The first number was taken: of a thought, of the scale, of 85 and -3. Another picture's answer can be read."""
+    server.says = {0: answer, 9: "2"}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert rewards.judge(paint(0, 9), ["a {fox}", "an owl"]) == [rating or 0, 2]
+    assert [str(each.message)[:30] for each in told] == ["judge cannot read this answer:"] * (rating is None)
+    asked = {text: find_greens(pictures) for text, *pictures in server.asked}
+    text = "Does the picture show this: {}? Answer with one number, 0 (no) to 10 (yes)."
+    assert asked == {text.format("a {fox}"): [0], text.format("an owl"): [9]}
+
+@pytest.mark.parametrize("answer, win", [
+    ("1", 1), ("2.", 0), ("0", 0.5), ("**2**", 0), ("Picture 2.", 0), ("picture #1 is better", 1), ("Answer: 2", 0),
+    ("The first, because it has 2 foxes.", 1), ("I see 1 fox in the second.", 0), ("2, because it has 1 fox", 0),
+    ("Neither.", 0.5), ("Both show it equally.", 0.5), ("<think>1, no: the first</think>2", 0),
+    ("<think>1", None), ("1 and 2", None), ("1, 2", None), ("about 12", None), ("1.5", None), (None, None),
+    ("The second. The first has no fox", None), ("The picture with 2 foxes", None), ("not the first", None),
+    ("The first is worse", None), ("A", None)])
+def test_winners(server, answer, win):
+    """A number of foxes won, and a thought that was cut off. What cannot be read is a tie, and is told."""
+    server.says = lambda text, pictures: "1" if "owl" in text else answer if find_greens(pictures) == [0, 9] else "0"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        wins = rewards.compare(paint(0, 9, 1, 2), ["fox", "fox", "owl", "owl"])
+    first = (0.5 if win is None else win) / 2 + 0.25
+    assert wins == [first, 1 - first, 0.5, 0.5]
+    assert [str(each.message)[:32] for each in told] == ["compare cannot read this answer:"] * (win is None)
+
+def test_compare_by_hand(server):
+    """A picture was compared with those of another prompt, or its place among the two decided."""
+    def prefer_green(text, pictures):
+        first, second = find_greens(pictures)
+        return f"Picture {1 if first > second else 2}."
+
+    server.says = prefer_green
+    assert rewards.compare(paint(10, 30, 20, 200, 220, 220), "aaabbb") == [0, 1, 0.5, 0, 0.75, 0.75]
+    assert len(server.asked) == 3 * 2 + 2  # equal pictures tie, and an equal question is asked once
+    for two_prompts in ("ab", [edit.Edit("a", "x.png"), edit.Edit("a", "y.png")]):
+        assert rewards.compare(paint(1, 2), two_prompts) == [0.5, 0.5] and len(server.asked) == 8
+    server.says = lambda text, pictures: "1"  # it prefers what it sees first
+    assert rewards.compare(paint(10, 30, 20), "aaa") == [0.5] * 3
+
+@pytest.mark.parametrize("change", [
+    {"message": {"role": "assistant", "content": "I see 3 foxes and"}, "finish_reason": "length"},
+    {"message": {"role": "assistant", "content": None, "refusal": "I cannot help"}}])
+@pytest.mark.parametrize("name", ["judge", "compare", "yes"])
+def test_no_answer_can_be_read(server, name, change):
+    """All rewards were equal in every step, for hours. Cut off, a thought without a tag would look like a rating."""
+    server.says, server.change = lambda text, pictures: "8", change
+    with pytest.warns(UserWarning, match=f"{name} cannot read this answer: "):
+        with pytest.raises(judge.BadInput, match=f"^JUDGE_URL=.* {name} can read none of . answers, such as 'I "):
+            getattr(rewards, name)(paint(0, 9), ["a fox"] * 2)
+
+# --- Likelihoods --------------------------------------------------------------------------------------------
+DIGITS = {"8": 0.5, "7": 0.3, "10": 0.1, "I": 0.1}
+SPLIT = {"1": 0.6, "9": 0.3, "5": 0.1}  # each digit is a token, so "1" also begins "10"
+
+@pytest.mark.parametrize("pieces, rating", [
+    ([("8", DIGITS)], (8 * 5 + 7 * 3 + 10) / 9),
+    ([(" ", {" ": 1}), ("8", DIGITS | {" 8": 0.1}), ("/10", {"/10": 1})], (8 * 6 + 7 * 3 + 10) / 10),
+    ([("<think>", {}), ("8", {"8": 0.9, "2": 0.1}), ("</think>", {}), ("8", DIGITS)], (8 * 5 + 7 * 3 + 10) / 9),
+    ([("On a scale of 0 to 10, ", {}), ("8", DIGITS)], (8 * 5 + 7 * 3 + 10) / 9),
+    ([("8", DIGITS), (".", {".": 1}), ("5", {"5": 1})], (8.5 * 5 + 7 * 3 + 10) / 9),
+    ([("1", SPLIT), ("0", {"0": 0.75, "": 0.25})], 10 * 0.45 + 1 * 0.15 + 9 * 0.3 + 5 * 0.1),
+    ([("1", SPLIT), ("", {"": 0.75, "0": 0.25})], 10 * 0.15 + 1 * 0.45 + 9 * 0.3 + 5 * 0.1),
+    ([("9", {"9": 0.5, "1": 0.4, "5": 0.1})], 10 * 0.4 + 9 * 0.5 + 5 * 0.1),  # 10 is nearer to the others
+    ([("0", {"0": 0.5, "1": 0.4, "5": 0.1})], 1 * 0.4 + 5 * 0.1),
+    ([("9", {"9": 0.5, "10": 0.2, "1": 0.2, "5": 0.1})], 4.5 + 2 + 0.2 + 0.5),  # 10 is a token of its own
+    ([("8", {})], 8), ([("8/10", {"8/10": 1})], 8)])
+@pytest.mark.parametrize("are_hidden", [False, True])
+def test_rating_is_an_expectation(server, pieces, rating, are_hidden):
+    """Ratings of one digit are mostly equal within a group. A server may hide the thoughts in the text alone."""
+    server.says = lambda text, pictures: pieces
+    if are_hidden:
+        text = "".join([token for token, _ in pieces]).rpartition("</think>")[2]
+        server.change = {"message": {"content": text, "reasoning_content": "8"}}
+    assert rewards.judge(paint(0), ["a fox"]) == pytest.approx([rating])
+
+def test_yes_is_a_probability(server):
+    """As VQAScore takes it: not divided by P(yes) + P(no); in whatever case the token is."""
+    server.says = {0: [("<think>no</think>", {"<think>no</think>": 1}), ("Yes", {"Yes": 0.5, "yes": 0.1, "No": 0.3})],
+                   5: [("No", {"No": 0.9, " yes": 0.05})], 7: "No.", 9: "Yes", 11: "yes or no"}
+    with pytest.warns(UserWarning, match="yes cannot read this answer: 'yes or no'"):
+        scores = rewards.yes(paint(0, 5, 7, 9, 11), ["a fox"] * 5)
+    assert scores == pytest.approx([0.6, 0.05, 0, 1, 0])
+    assert server.asked[0][0] == 'Does this figure show "a fox"? Please answer yes or no.'
+
+@pytest.mark.parametrize("refused", [{"top_logprobs", "logprobs"}, {"top_logprobs", "logprobs", "temperature"}])
+def test_a_model_that_refuses_settings(server, refused):
+    """Some give no likelihoods, and some no other temperature than their own: HTTP 400."""
+    server.says, server.refused = {0: [("8", DIGITS)]}, refused
+    assert rewards.judge(paint(0), ["a fox"]) == [8]
+
+# --- Edits --------------------------------------------------------------------------------------------------
+def test_edits_are_shown_with_their_source(server):
+    """Result before source would train towards leaving the picture as it is. A large photo would be megabytes."""
+    server.says = lambda text, pictures: str(find_greens(pictures)[0] // 20 + len(pictures))
+    source, = paint(100)
+    large = source.resize((320, 80))
+    assert rewards.judge(paint(40, 60), ["paint it"] * 2, [large, None]) == [7, 4]
+    assert rewards.kept(paint(80), ["paint it"], [large]) == [7]
+    (alone, *_), (judged, *edit), (kept, *_) = sorted(server.asked, key=lambda asked: find_greens(asked[1:])[-1] != 60)
+    made = "The second picture was made from the first by this instruction: paint it. "
+    assert alone.startswith("Does the picture show this: paint it?") and find_greens(edit) == [100, 40]
+    assert judged == f"{made}Is what the instruction asks for done in the second? {rewards.RATE}"
+    assert kept == f"{made}Is all that the instruction does not name the same in both? {rewards.RATE}"
+    assert edit[0].width == 16
+    with pytest.raises(judge.BadInput, match="^kept compares an edit with its source"):
+        rewards.kept(paint(0), ["paint it"], [None])
+
+# --- The server ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1/chat/completions", " \n"])
+def test_addresses(server, monkeypatch, end):
+    """/v1/v1 and //v1 were 404. The stand-in knows one path; http_proxy, which is set, must not be asked."""
+    monkeypatch.setenv("JUDGE_URL", server.address.replace("127.0.0.1", "localhost") + end)
+    server.says = {0: "8"}
+    assert rewards.judge(paint(0), ["a fox"]) == [8]
+    assert judge.find_endpoint("https://h/api/paas/v4/") == "https://h/api/paas/v4/chat/completions"
+    assert judge.find_endpoint("https://v1.h:80/openai") == "https://v1.h:80/openai/v1/chat/completions"
+
+def test_a_proxy_is_used_for_others(server, monkeypatch):
+    """Many machines reach other hosts through one only."""
+    monkeypatch.setenv("JUDGE_URL", "http://judge.invalid:8000")
+    with pytest.raises(judge.BadInput, match="JUDGE_URL=http://judge.invalid:8000 JUDGE_MODEL=any: .*refused"):
+        rewards.judge(paint(0), ["a fox"])
+    monkeypatch.setenv("http_proxy", server.address)  # which knows no such path
+    with pytest.raises(judge.BadInput, match="HTTP 404: .*Not Found: http://judge.invalid:8000/v1/chat/completions"):
+        rewards.judge(paint(0), ["a fox"])
+
+def test_the_key(server, monkeypatch, capfd):
+    """It must reach the server, and no log: not if it is wrong, nor if a file gave it a line of its own."""
+    server.says, server.key = {0: "8"}, "sk-sesame"
+    monkeypatch.setenv("JUDGE_KEY", "sk-sesame\n")
+    assert rewards.judge(paint(0), ["a fox"]) == [8]
+    for key, message in (("sk-wrong", r"HTTP 401: .*provided: Bearer \$JUDGE_KEY"), ("sk-wrong\nsk", "one word"),
+                         ("sk-wrong’", "one word"), ("", "HTTP 401")):
+        monkeypatch.setenv("JUDGE_KEY", key)
+        with pytest.raises(judge.BadInput, match=message) as caught:
+            rewards.judge(paint(0), ["a fox"])
+        assert "wrong" not in str(caught.value) + str(capfd.readouterr())
+    monkeypatch.setenv("JUDGE_KEY", "sk-wrong")
+    server.says, server.key = {0: "8"}, "sk-wrong"
+    server.troubles = [(302, {"Location": "http://127.0.0.2:9/"})]  # a key must not follow it
+    with pytest.raises(judge.BadInput, match="HTTP 302: "):
+        rewards.judge(paint(0), ["a fox"])
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503, 529])
+def test_three_tries(server, status):
+    """One 503 ended a run of days. The third of three is an error, and is told in one line."""
+    server.says = {0: "8"}
+    server.troubles = [(status, {})] * 2
+    assert rewards.judge(paint(0), ["a fox"]) == [8] and server.requests == 3
+    server.troubles = [(status, {})] * 3
+    with pytest.raises(judge.BadInput, match=f"^JUDGE_URL={server.address} JUDGE_MODEL=any: HTTP {status}: .*trouble"):
+        rewards.judge(paint(0), ["a fox"])
+    assert server.requests == 6
+
+@pytest.mark.parametrize("wanted, seconds", [
+    ("7", 7), ("0.5", 2), ("86400", 60), (7, 7), (-99, 2), ("soon", 2), (None, 2)])
+def test_retry_after(server, monkeypatch, wanted, seconds):
+    """A server that says when it will be free is asked then, and not before; numbers here are dates."""
+    waited = []
+    monkeypatch.setattr(judge.time, "sleep", waited.append)
+    monkeypatch.setattr(judge, "WAITS", [2, 10])
+    if isinstance(wanted, int):
+        wanted = email.utils.formatdate(time.time() + wanted, usegmt=True)
+    server.says, server.troubles = {0: "8"}, [(429, {"Retry-After": wanted} if wanted else {})]
+    assert rewards.judge(paint(0), ["a fox"]) == [8] and waited == [pytest.approx(seconds, abs=2)]
+
+def test_a_server_that_is_silent_or_down(monkeypatch, server):
+    """A timeout, a connection that breaks, and one that is refused pass by themselves, or are told in one line."""
+    monkeypatch.setattr(judge, "TIMEOUT", 0.3)
+    late = threading.Event()
+    def answer(text, pictures):
+        if len(server.asked) < 3:
+            late.wait(2)  # longer than the timeout
+        return "8"
+
+    server.says = answer
+    assert rewards.judge(paint(0), ["a fox"]) == [8] and len(server.asked) == 3
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{free.getsockname()[1]}")
+    with pytest.raises(judge.BadInput, match=r"^JUDGE_URL=\S+ JUDGE_MODEL=any: .*refused"):
+        rewards.judge(paint(0), ["a fox"])
+
+def test_one_picture_that_is_refused(server):
+    """A filter that rejects a picture rejects it at each --resume, too; a wrong model is wrong for all."""
+    server.says = {0: 400, 9: "8"}
+    with pytest.warns(UserWarning, match="cannot read this answer: 'HTTP 400: .*not allowed"):
+        assert rewards.judge(paint(0, 9), ["a fox"] * 2) == [0, 8]
+
+@pytest.mark.parametrize("name, value, message", [
+    ("JUDGE_MODEL", "other", "HTTP 404: .*The model other does not exist"),
+    ("JUDGE_MODEL", "", "JUDGE_MODEL: is not set"), ("JUDGE_URL", "", "JUDGE_URL: is not set"),
+    ("JUDGE_URL", "127.0.0.1:80", "must begin with http"), ("JUDGE_URL", "http://", "must begin with http"),
+    ("JUDGE_URL", "http://127.0.0.1:port", "nonnumeric port")])
+def test_wrong_settings(run, monkeypatch, server, name, value, message):
+    """One line, without a traceback; the program asks one question, to try them."""
+    server.says = {0: "8"}
+    Image.new("RGB", (8, 8)).save("fox.png")
+    assert run("judge", "fox.png fox") == (0, "8\n", "")
+    monkeypatch.setenv(name, value)
+    code, out, error = run("judge", "fox.png fox")
+    assert code == 2 and not out and message.split(": .*")[-1] in error and error.count("\n") == 1

@@ -1,0 +1,257 @@
+"""What asks a vision-language model, and reads its answers, for the rewards `judge`, `kept`, `yes`
+and `compare` of rewards.py. docs/rewards.md has the details.
+
+    export JUDGE_URL=http://127.0.0.1:8000 JUDGE_MODEL=Qwen/Qwen3-VL-8B-Instruct
+    python -m examples.judge fox.png "What is this?"    # to see that the server answers
+    python grpo.py --reward examples/rewards.py:judge
+
+The server speaks OpenAI's protocol, as vLLM, SGLang and most companies do. Its key, if it wants
+one, is read from JUDGE_KEY.
+"""
+import argparse, base64, collections, concurrent.futures, email.utils, http.client, io, itertools
+import json, math, os, re, sys, time, urllib.parse, urllib.request, warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+from grpo import BadInput, attempt, open_image
+
+WAITS = [2, 10]  # seconds after a first and after a second try that failed
+TIMEOUT = 300  # seconds without a word from the server; a model that thinks may take minutes
+# What is asked for with each question. Some models refuse log-probs, and some also any temperature
+# but their own; those get the next line.
+EXTRAS = [dict(temperature=0, logprobs=True, top_logprobs=20), dict(temperature=0), {}]
+
+# --- The server ---------------------------------------------------------------
+def find_endpoint(url):
+    """JUDGE_URL is the server's root, or what clients call its base URL, which has a version."""
+    base = url.strip().rstrip("/").removesuffix("/chat/completions")
+    has_version = re.search(r"/v\d", urllib.parse.urlsplit(base).path)
+    return base + ("" if has_version else "/v1") + "/chat/completions"
+
+class NoErrors(urllib.request.HTTPErrorProcessor):
+    """A reply is a reply, whatever its status. So no redirection is followed, either: it would take
+    the key to another server."""
+    def http_response(self, request, response):
+        return response
+
+    https_response = http_response
+
+def read_key():
+    key = os.environ.get("JUDGE_KEY", "").strip()
+    if not re.fullmatch("[!-~]*", key):  # http.client would print it in its error
+        raise BadInput("JUDGE_KEY: must be one word of ASCII characters")
+    return key
+
+def make_request(body):
+    """-> the request, and what opens it."""
+    for name in ("JUDGE_URL", "JUDGE_MODEL"):
+        if not os.environ.get(name):
+            raise BadInput(f"{name}: is not set; this reward asks a server, and needs its address "
+                           "(JUDGE_URL=http://127.0.0.1:8000) and the name of its model")
+    url = find_endpoint(os.environ["JUDGE_URL"])
+    if not re.match("https?://[^/]", url):
+        raise BadInput(f"JUDGE_URL={os.environ['JUDGE_URL']}: must begin with http:// or https://")
+    headers = {"Content-Type": "application/json"}
+    if read_key():
+        headers["Authorization"] = f"Bearer {read_key()}"
+    openers = [NoErrors]
+    host = urllib.parse.urlsplit(url).hostname
+    if host in ("localhost", "::1", "0.0.0.0") or host.startswith("127."):
+        openers.append(urllib.request.ProxyHandler({}))  # a proxy would look on its own machine
+    body = json.dumps({"model": os.environ["JUDGE_MODEL"], **body}).encode()
+    request = urllib.request.Request(url, body, headers)
+    return request, urllib.request.build_opener(*openers)
+
+def send(body):
+    """-> status, text of the server's reply; None and the error's text, if there is none. What
+    passes by itself is tried three times: a server that is busy (429), fails (5xx), is silent for
+    too long, or is just being started again."""
+    request, opener = make_request(body)
+    for seconds in [*WAITS, None]:
+        try:
+            with opener.open(request, timeout=TIMEOUT) as reply:
+                status, text = reply.status, reply.read().decode("utf-8", "replace")
+                wanted = reply.headers.get("Retry-After", "")
+        except (OSError, http.client.HTTPException) as error:
+            status, text, wanted = None, str(error) or repr(error), ""
+        if status and status < 500 and status not in (408, 429):
+            break
+        if seconds is not None:
+            time.sleep(max(seconds, read_wait(wanted)))
+    return status, text.replace(read_key() or "\0", "$JUDGE_KEY")  # some servers repeat it
+
+def read_wait(wanted):
+    """Retry-After, which is a number of seconds or a date -> seconds. At most a minute: a run that
+    waits for longer looks as if it hung."""
+    date = email.utils.parsedate_tz(wanted)
+    if date:
+        seconds = email.utils.mktime_tz(date) - time.time()
+    else:
+        seconds = float(wanted) if re.fullmatch(r"\d+(\.\d+)?", wanted) else 0
+    return min(max(seconds, 0), 60)
+
+def fail(text):
+    raise BadInput(f"JUDGE_URL={os.environ['JUDGE_URL']} JUDGE_MODEL={os.environ['JUDGE_MODEL']}: "
+                   f"{text:.500}")
+
+def post(question):
+    """A text and pictures -> what the model says, one of the protocol's `choices`."""
+    text, *urls = question
+    content = [{"type": "text", "text": text}]
+    content += [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    for extra in EXTRAS:
+        status, reply = send({"messages": [{"role": "user", "content": content}], **extra})
+        if status not in (400, 422):
+            break
+    if status in (400, 413, 422):
+        # Such as a picture that a filter rejects. As an error it would end the run again at each
+        # --resume, so it counts as an answer that cannot be read.
+        return {"message": {"refusal": f"HTTP {status}: {reply}"}}
+    if status != 200:
+        fail(f"HTTP {status}: {reply}" if status else reply)
+    try:
+        choice, *_ = json.loads(reply)["choices"]
+        choice["message"].get("content")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        fail(f"a reply without an answer: {reply}")
+    return choice
+
+def ask(name, questions, read):
+    """-> {question: what `read` makes of its answer, or None}. Eight questions are asked at a time,
+    and equal ones once."""
+    questions = list(dict.fromkeys(questions))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        choices = list(pool.map(post, questions))
+    found = {}
+    for question, choice in zip(questions, choices):
+        content = choice["message"].get("content") or ""
+        said = content or choice["message"].get("refusal") or ""
+        answer = skip_thoughts(content)
+        if choice.get("finish_reason") == "length":
+            answer = ""  # what was cut off may be thoughts, and a number in it anything
+        tokens = (choice.get("logprobs") or {}).get("content") or []
+        found[question] = read(answer, tokens)
+        if found[question] is None:
+            told = f"{said!r}" if len(said) < 200 else f"{said[:90]!r} .. {said[-90:]!r}"
+            warnings.warn(f"{name} cannot read this answer: {told}")
+    if found and all([value is None for value in found.values()]):
+        fail(f"{name} can read none of {len(found)} answers, such as {told}")
+    return found
+
+def to_url(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+# --- What an answer says ------------------------------------------------------
+def skip_thoughts(answer):
+    """-> what stands after the last </think>; nothing, if a thought was begun and not ended."""
+    tag = r"[<\[◁](/?)(?:think|thinking|thought|thoughts|reasoning)[>\]▷]"
+    *_, last = [None, *re.finditer(tag, answer, re.IGNORECASE)]
+    if last is None:
+        return answer.strip()
+    return answer[last.end():].strip() if last[1] else ""
+
+# Scales that an answer repeats: 0 (no) to 10 (yes), 1-10, /10, out of 10.
+SCALE = re.compile(
+    r"(\b[01]( ?\(\w+\))? ?(to|up to|and|-|–|~|\.\.+) ?|/ ?|\bout of |(?<=\d) of )10(\.0)?\b",
+    re.IGNORECASE)
+# 7, 8.5 and 8,5, which is German for it; but not 2D, 85%, 1,000 or 8.5.1.
+NUMBER = re.compile(
+    r"(?<![a-z\d.,])[-−–]?\d+(\.\d+|,\d\d?)?(?![a-z\d]| ?%|[.,]\d)", re.IGNORECASE)
+
+def read_rating(answer, tokens=()):
+    """-> the one number of the answer, if that is within 0..10; else None. If the server told how
+    likely other answers were, it is their mean: two pictures hardly ever have the same."""
+    numbers = list(NUMBER.finditer(SCALE.sub(lambda scale: " " * len(scale[0]), answer)))
+    # A number with a scale, as in "8/10, for its 3 foxes", needs not be the only one.
+    numbers = [number for number in numbers if SCALE.match(answer, number.end())] or numbers
+    values = {float(re.sub("[−–]", "-", number[0]).replace(",", ".")) for number in numbers}
+    if len(values) != 1 or not 0 <= min(values) <= 10:
+        return None
+    return expect_rating(values.pop(), find_tokens(answer, numbers[0].start(), tokens))
+
+def find_tokens(answer, place, tokens):
+    """-> `tokens` from the one with this character of the answer on. Thoughts may stand before the
+    answer among the tokens, even where the text comes without them (sglang#25055)."""
+    texts = [token["token"] for token in tokens]
+    start = "".join(texts).rfind(answer)
+    ends = itertools.accumulate(map(len, texts))
+    skipped = sum([end <= start + place for end in ends])
+    return tokens[skipped:] if start >= 0 else []
+
+def find_chances(token):
+    """-> {text: probability} of the likeliest tokens in this one's place."""
+    chances = collections.Counter()
+    for other in token.get("top_logprobs") or []:
+        chances[other["token"].strip().lower()] += math.exp(other["logprob"])
+    return chances
+
+def expect_rating(rating, tokens):
+    """`tokens` begin with the one of the rating's first digit -> the mean of 0..10, each by its
+    chance; the rating itself, if there are no chances."""
+    chances = find_chances(tokens[0]) if tokens else {}
+    weights = collections.Counter({value: chances.get(str(value), 0) for value in range(11)})
+    said = tokens[0]["token"].strip() if tokens else ""
+    if not said.isdecimal() or not weights[int(said)]:
+        return rating
+    # Where each digit is a token, "1" begins both 1 and 10. After a "1" the next token tells them
+    # apart. Else "1" is taken for what is nearer to the other ratings, as chances have one peak.
+    if not weights[10]:
+        one = weights.pop(1)
+        if said == "1":
+            ten = find_chances(tokens[1])["0"] if len(tokens) > 1 else 0
+        else:
+            ten = find_mean(weights) > 5.5
+        weights.update({1: one * (1 - ten), 10: one * ten})
+    share = weights[int(rating)] / weights.total()
+    return find_mean(weights) + rating % 1 * share  # 8.5 begins with an 8
+
+def find_mean(weights):
+    return sum([value * weight for value, weight in weights.items()]) / weights.total()
+
+def read_yes(answer, tokens=()):
+    """-> P(yes) in the place of the answer's one "yes" or "no"; without likelihoods 1 or 0."""
+    words = list(re.finditer(r"\b(yes|no)\b", answer, re.IGNORECASE))
+    if len({word[0].lower() for word in words}) != 1:
+        return None
+    place, word = words[0].start(), words[0][0].lower()
+    rest = find_tokens(answer, place, tokens)
+    chances = find_chances(rest[0]) if rest else {}
+    return chances.get("yes", 0.0) if chances else float(word == "yes")
+
+# What names the better picture: a word, or a digit that does not count things, as in "2 foxes".
+WINNERS = re.compile(
+    r"\b(?P<first>first|1st)\b|\b(?P<second>second|2nd)\b"
+    r"|\b(?P<tie>neither|both|equal|equally|tie|same)\b"
+    r"|\b(?:picture|image|photo|option|answer) ?\W?([012])\b|(?<![\w.,/-])([012])(?!\w|[.,/-]\d)"
+    r"(?! (?!is|was|has|shows|wins|because|as|since|and|or|vs)[a-z])", re.IGNORECASE)
+
+def read_winner(answer, tokens=()):
+    """-> 1 if the first picture is better, 0 if the second is, 0.5 for a tie; None if it is not
+    clear, as where both are named."""
+    named = set()
+    for match in WINNERS.finditer(answer):
+        named.add(match.lastgroup or "tie first second".split()[int(match[4] or match[5])])
+    if len(named) != 1 or re.search(r"\b(worse|not (the|[012]))\b", answer):
+        return None
+    return dict(first=1, second=0, tie=0.5)[named.pop()]
+
+# --- The program --------------------------------------------------------------
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture")
+    parser.add_argument("question")
+    if len(sys.argv) == 1:
+        return parser.print_help()
+    args = parser.parse_args()
+    try:
+        image = attempt(args.picture, open_image, args.picture)
+        message = post((args.question, to_url(image)))["message"]
+        print(message.get("content") or message.get("refusal") or message)
+    except BadInput as error:
+        parser.exit(2, f"{parser.prog}: error: {' '.join(str(error).split())}\n")
+
+if __name__ == "__main__":
+    main()
