@@ -367,7 +367,7 @@ class GRPOTrainer:
             config.reward = ",".join(f"{name}()" for name in rewards)
         self.history = []  # one row a step
         self.log_text = ""  # the same as lines of JSON: a long list of rows takes a second to save
-        new = [f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9}"]
+        new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
         if WORLD_SIZE > 1:
             torch.distributed.broadcast_object_list(new)  # the first process names the folder
         self.out = Path(config.resume or config.out or new[0]).absolute()
@@ -387,18 +387,13 @@ class GRPOTrainer:
         if RANK == 0:  # only one process writes, and two runs never share a folder
             may_exist = bool(config.resume or self.started)
             attempt("--out", self.out.mkdir, parents=True, exist_ok=may_exist)
-        if WORLD_SIZE > 1:
-            torch.distributed.barrier()
         path = self.out / "checkpoint.pt"
         # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
         if path.exists() or (self.out / "metrics.jsonl").exists():
             self.load(path)
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
-        if WORLD_SIZE > 1:  # else some would train another model, in silence
-            seen = [None] * WORLD_SIZE
-            torch.distributed.all_gather_object(seen, (self.out.exists(), len(self.history)))
-            if len({*seen}) > 1:
-                raise BadInput(f"--out {self.out}: must be on a disk that all machines share")
+        if WORLD_SIZE > 1:
+            self.check_disk()
         self.started = True
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             text = format_prompts(self.prompts, self.targets)
@@ -413,6 +408,23 @@ class GRPOTrainer:
                 write_file(self.out / "metrics.jsonl", self.log_text.encode())
             else:
                 self.save(0)  # pictures before training
+
+    def check_disk(self):
+        """All machines must see one folder, and go on from one step. Else some would train another
+        model, in silence."""
+        mark = [f"{time.time_ns()}.part"]  # a name that no cache of a network disk has seen
+        if RANK == 0:
+            attempt("--out", (self.out / mark[0]).touch)
+        torch.distributed.broadcast_object_list(mark)
+        path = self.out / mark[0]
+        seen = [None] * WORLD_SIZE
+        torch.distributed.all_gather_object(seen, (path.exists(), len(self.history)))
+        if RANK == 0:
+            path.unlink()
+        if len({*seen}) > 1:
+            if RANK == 0 and not os.listdir(self.out):
+                self.out.rmdir()  # it was made for this start
+            raise BadInput(f"--out {self.out}: must be on a disk that all machines share")
 
     def load(self, path):
         state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code

@@ -165,7 +165,7 @@ def keep(images, prompts, targets):
     pathlib.Path(os.environ["RUN"], "kept" + os.environ["RANK"]).touch()
     return range(len(images))
 """)
-    codes, logs = run_ranks([tmp_path] * 2, f"--steps 1 --reward {tmp_path}/mine.py:keep")
+    codes, logs = run_ranks(nodes, f"--steps 1 --reward {tmp_path}/mine.py:keep")
     assert codes == [0, 0], logs
     run, = tmp_path.glob("**/runs/*")
     assert (run / "kept0").exists() and (run / "kept1").exists() and len(rows_of(run)) == 1
