@@ -392,15 +392,7 @@ class GRPOTrainer:
         path = self.out / "checkpoint.pt"
         # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
         if path.exists() or (self.out / "metrics.jsonl").exists():
-            state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
-            self.log_text = state["history"]
-            self.history = [json.loads(line) for line in self.log_text.splitlines()]
-            done = len(self.history)
-            if state["trainer"] != type(self).__name__ or done > config.steps:
-                raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
-                               f"{config.steps} of {type(self).__name__} are asked for")
-            self.lora.load(state["adapter"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.load(path)
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
         if WORLD_SIZE > 1:  # else some would train another model, in silence
             seen = [None] * WORLD_SIZE
@@ -421,6 +413,17 @@ class GRPOTrainer:
                 write_file(self.out / "metrics.jsonl", self.log_text.encode())
             else:
                 self.save(0)  # pictures before training
+
+    def load(self, path):
+        state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
+        self.log_text = state["history"]
+        self.history = [json.loads(line) for line in self.log_text.splitlines()]
+        done = len(self.history)
+        if state["trainer"] != type(self).__name__ or done > self.config.steps:
+            raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
+                           f"{self.config.steps} of {type(self).__name__} are asked for")
+        self.lora.load(state["adapter"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def train(self):
         config = self.config
@@ -837,15 +840,18 @@ def parse_args(argv=None, **defaults):
         config.prompts = str(path.with_name("prompts.txt").absolute())
         if typed.prompts and RANK == 0:
             print(f"prompts: those of {config.prompts}, where you can change them", flush=True)
-    # Paths are saved with the run, which may be resumed in another directory.
+    make_absolute(config)
+    check_settings(config)
+    return config
+
+def make_absolute(config):
+    """Paths are saved with the run, which may be resumed in another directory."""
     for name in "model adapter wrapper prompts out resume".split():
         path = getattr(config, name)
         if path and (name == "out" or os.path.exists(path.rpartition(":")[0] or path)):
             setattr(config, name, os.path.abspath(path))
     parts = [part.strip() for part in config.reward.split(",")]
     config.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
-    check_settings(config)
-    return config
 
 def check_settings(config):
     """Refuses what would waste hours in silence, or the time in which a model is loaded."""

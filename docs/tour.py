@@ -28,8 +28,9 @@ weights, and draws squares of eight colours.
 """
 
 # %%
-import contextlib, dataclasses, os, sys, tempfile
-os.environ |= {"TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}  # no progress bars, no GPU
+import contextlib, dataclasses, io, os, sys, tempfile
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}  # no GPU, no progress bars,
+sys.modules["tqdm.notebook"] = None  # nor those of Jupyter
 sys.path.insert(0, "..")  # the folder of grpo.py
 import diffusers, matplotlib, torch, transformers
 import matplotlib.pyplot as plt
@@ -442,7 +443,7 @@ def train(flags, rewards=None):
     config = grpo.parse_args(["--out", out, *flags.split()])
     model = grpo.GLMImageWrapper.from_pretrained(config.model, config)
     trainer = grpo.GRPOTrainer(config, model, prompts, rewards)
-    with contextlib.redirect_stdout(None):
+    with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
     return trainer
 
@@ -705,7 +706,7 @@ out = os.path.join(tempfile.mkdtemp(), "dots")
 flags = "--steps 40 --group-size 16 --batch-size 2 --micro-batch-size 32 --lr 0.02 --out"
 config = grpo.parse_args([*flags.split(), out])
 dots = grpo.GRPOTrainer(config, Dots(config), prompts, {"light_above": (light_above, 1.0)})
-with contextlib.redirect_stdout(None):
+with contextlib.redirect_stdout(io.StringIO()):
     dots.train()
 show_samples(dots, 0, 40)
 assert curve(dots, "reward")[-1] > curve(dots, "reward")[0] + 0.3
