@@ -66,7 +66,7 @@ class Config:
     batch_size: int = flag(8, "prompts per step, shared by all GPUs")
     micro_batch_size: int = flag(4, "images decoded or trained on at a time; fewer save memory")
     num_iterations: int = flag(1, "updates per rollout; 2 costs little, as rollouts take longest")
-    lr: float = flag(5e-5, "learning rate of AdamW")
+    lr: float = flag(1e-5, "learning rate of AdamW")
     warmup_steps: int = flag(10, "steps over which the learning rate rises to --lr")
     clip_range: float = flag(0.2, "how far a ratio may move from 1 before PPO clips it")
     kl_coef: float = flag(0.01, "weight of the KL to the base model; 0 turns it off")
@@ -243,7 +243,7 @@ class LoRA:
     def forward(self, linear, inputs):
         """In the place of the layer's own. The trap: bf16 has 8 bits. If W x is rounded before 2 B
         A x is added, and the sum again, what is below half a unit in the last place of W x is lost,
-        always: 93 % of a first update. So 2 B A x comes first. It is small, and its rounding
+        always: most of a first update. So 2 B A x comes first. It is small, and its rounding
         harmless. `addmm_` adds W x to it in fp32, and rounds the sum once: right on average."""
         rows = inputs.flatten(0, -2)
         if self.enabled:
@@ -392,15 +392,7 @@ class GRPOTrainer:
         path = self.out / "checkpoint.pt"
         # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
         if path.exists() or (self.out / "metrics.jsonl").exists():
-            state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
-            self.log_text = state["history"]
-            self.history = [json.loads(line) for line in self.log_text.splitlines()]
-            done = len(self.history)
-            if state["trainer"] != type(self).__name__ or done > config.steps:
-                raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
-                               f"{config.steps} of {type(self).__name__} are asked for")
-            self.lora.load(state["adapter"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.load(path)
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
         if WORLD_SIZE > 1:  # else some would train another model, in silence
             seen = [None] * WORLD_SIZE
@@ -421,6 +413,17 @@ class GRPOTrainer:
                 write_file(self.out / "metrics.jsonl", self.log_text.encode())
             else:
                 self.save(0)  # pictures before training
+
+    def load(self, path):
+        state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
+        self.log_text = state["history"]
+        self.history = [json.loads(line) for line in self.log_text.splitlines()]
+        done = len(self.history)
+        if state["trainer"] != type(self).__name__ or done > self.config.steps:
+            raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
+                           f"{self.config.steps} of {type(self).__name__} are asked for")
+        self.lora.load(state["adapter"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def train(self):
         config = self.config
@@ -678,8 +681,13 @@ class GLMImageWrapper(TwoHalves):
         # Pass 0 reads the prompts into the cache, pass i the codes drawn in pass i - 1.
         places = position_ids.split([L] + [1] * T, 2)
         columns = []
+        forward = lambda *inputs: self.forward(*inputs, 1, cache)
         for i in self.pipe.progress_bar(range(T)):
-            logits = self.forward(ids, mask, places[i], 1, cache)[:, 0]
+            inputs = ids, mask, places[i]
+            if CUDA and i == 2:  # a CUDA graph: one launch a token, not 2,000, takes a third
+                copies = tuple(tensor.clone() for tensor in inputs)  # it will write into these
+                forward = torch.cuda.make_graphed_callables(forward, copies, num_warmup_iters=0)
+            logits = forward(*inputs)[:, 0]
             allowed = keep_p(None, keep_k(None, logits)).isfinite()  # [N, V]; what they cut is -inf
             all_logprobs = compute_policy_logprobs(logits, allowed)
             ids = sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
@@ -832,15 +840,18 @@ def parse_args(argv=None, **defaults):
         config.prompts = str(path.with_name("prompts.txt").absolute())
         if typed.prompts and RANK == 0:
             print(f"prompts: those of {config.prompts}, where you can change them", flush=True)
-    # Paths are saved with the run, which may be resumed in another directory.
+    make_absolute(config)
+    check_settings(config)
+    return config
+
+def make_absolute(config):
+    """Paths are saved with the run, which may be resumed in another directory."""
     for name in "model adapter wrapper prompts out resume".split():
         path = getattr(config, name)
         if path and (name == "out" or os.path.exists(path.rpartition(":")[0] or path)):
             setattr(config, name, os.path.abspath(path))
     parts = [part.strip() for part in config.reward.split(",")]
     config.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
-    check_settings(config)
-    return config
 
 def check_settings(config):
     """Refuses what would waste hours in silence, or the time in which a model is loaded."""

@@ -232,6 +232,12 @@ def test_how_many_of_the_first_row_are_needed(capsys):
         assert f"The mean of step 9 {told} step 0" in (out := capsys.readouterr().out)
         assert ("From k = 4 on, the best of step 0 is better than that of step 9, by 0.191 at 16" in out) == (mean == 0.75)
     assert "For any k, the best of step 0" in out and re.search(r"r, best of k( +k = \d+){5}\n", out)
+    Figure = pytest.importorskip("matplotlib.figure", reason="pip install matplotlib").Figure
+    with mock.patch.object(Figure, "savefig", autospec=True) as save:  # the curves end where the tables do
+        tables.draw_best("best.png", ["step 0", "step 9"], [make(wide), make([0.7] * 32)], ["r"])
+    first, second = save.call_args.args[0].axes[0].lines
+    assert [*first.get_xdata()] == [*range(1, 17)] and first.get_ydata() == pytest.approx([k / (k + 1) for k in range(1, 17)])
+    assert second.get_ydata() == pytest.approx([0.7] * 16)
 
 def test_rewards_that_disagree(capsys):
     """Of three pairs of images of the first prompt the two agree on one; on the second prompt's on all."""

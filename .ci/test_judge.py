@@ -108,7 +108,7 @@ SPLIT = {"1": 0.6, "9": 0.3, "5": 0.1}  # each digit is a token, so "1" also beg
     ([("1", SPLIT), ("", {"": 0.75, "0": 0.25})], 10 * 0.15 + 1 * 0.45 + 9 * 0.3 + 5 * 0.1),
     ([("9", {"9": 0.5, "1": 0.4, "5": 0.1})], 10 * 0.4 + 9 * 0.5 + 5 * 0.1),  # 10 is nearer to the others
     ([("0", {"0": 0.5, "1": 0.4, "5": 0.1})], 1 * 0.4 + 5 * 0.1),
-    ([("1", {"1": 0.6, "10": 0.2, "2": 0.2}), ("", {"": 1})], 0.6 + 2 + 0.4),  # 10 is a token of its own
+    ([("9", {"9": 0.5, "10": 0.2, "1": 0.2, "5": 0.1})], 4.5 + 2 + 0.2 + 0.5),  # 10 is a token of its own
     ([("8", {})], 8), ([("8/10", {"8/10": 1})], 8)])
 @pytest.mark.parametrize("are_hidden", [False, True])
 def test_rating_is_an_expectation(server, pieces, rating, are_hidden):
@@ -139,16 +139,15 @@ def test_edits_are_shown_with_their_source(server):
     """Result before source would train towards leaving the picture as it is. A large photo would be megabytes."""
     server.says = lambda text, pictures: str(find_greens(pictures)[0] // 20 + len(pictures))
     source, = paint(100)
-    targets = [source.resize((320, 80)), None, source]
-    assert rewards.judge(paint(40, 60, 80), ["paint it"] * 3, targets) == [7, 4, 7]
-    assert rewards.kept(paint(40, 80), ["paint it"] * 2, [source] * 2) == [7, 7]
-    shown = sorted([(find_greens(pictures), text) for text, *pictures in server.asked])
+    large = source.resize((320, 80))
+    assert rewards.judge(paint(40, 60), ["paint it"] * 2, [large, None]) == [7, 4]
+    assert rewards.kept(paint(80), ["paint it"], [large]) == [7]
+    (alone, *_), (judged, *edit), (kept, *_) = sorted(server.asked, key=lambda asked: find_greens(asked[1:])[-1] != 60)
     made = "The second picture was made from the first by this instruction: paint it. "
-    does, keeps = ["Is what the instruction asks for done in the second?", "Is all that the instruction does not name"]
-    assert [greens for greens, _ in shown] == [[60], [100, 40], [100, 40], [100, 80], [100, 80]]
-    assert all(text.startswith(made) for _, text in shown[1:]) and sum(does in text for _, text in shown) == 2
-    assert sum(keeps in text for _, text in shown) == 2 and {text[-28:] for _, text in shown} == {rewards.RATE[-28:]}
-    assert max(picture.width for _, *pictures in server.asked for picture in pictures) == 16
+    assert alone.startswith("Does the picture show this: paint it?") and find_greens(edit) == [100, 40]
+    assert judged == f"{made}Is what the instruction asks for done in the second? {rewards.RATE}"
+    assert kept == f"{made}Is all that the instruction does not name the same in both? {rewards.RATE}"
+    assert edit[0].width == 16
     with pytest.raises(judge.BadInput, match="^kept compares an edit with its source"):
         rewards.kept(paint(0), ["paint it"], [None])
 

@@ -1,6 +1,6 @@
 """Tests of README.md, docs and examples/patches: links, flags, commands and numbers are those of the code, and every
 patch applies and does what it says (test_peers.py trains most of them). pytest-markdown-docs runs the pages' Python."""
-import copy, dataclasses, itertools, json, os, re, shlex, shutil, subprocess, sys, types
+import copy, dataclasses, itertools, json, math, os, re, shlex, shutil, subprocess, sys, types
 from pathlib import Path
 from unittest import mock
 
@@ -136,9 +136,12 @@ def test_the_stock_pipeline_with_an_adapter(first, tmp_path, monkeypatch):
 NAMES = sorted(path.stem for path in ROOT.glob("examples/patches/*.patch"))
 # Pairs that change the same line, as the page says, and the others together.
 EXCLUSIVE = [{"clip_higher", "cispo"}, {"dr_grpo", "batch_std"}, {"dr_grpo", "gdpo"}, {"batch_std", "gdpo"},
-             {"dynamic_sampling", "gdpo"}]
+             {"dynamic_sampling", "gdpo"}, {"max_at_k", "dr_grpo"}, {"max_at_k", "batch_std"}, {"max_at_k", "gdpo"},
+             {"contrast", "truncated_is"}]
 TOGETHER = {f"all but {' '.join(out)}": [name for name in NAMES if name not in out] for out in (
-    ("cispo", "batch_std", "gdpo"), ("clip_higher", "dr_grpo", "batch_std", "dynamic_sampling"))}
+    ("cispo", "batch_std", "gdpo", "max_at_k", "contrast"),
+    ("clip_higher", "dr_grpo", "batch_std", "dynamic_sampling", "max_at_k", "contrast"),
+    ("cispo", "dr_grpo", "batch_std", "gdpo", "truncated_is"))}
 
 @pytest.fixture
 def apply(tmp_path):
@@ -239,6 +242,89 @@ def test_dynamic_sampling_replaces_equal_groups(apply, tmp_path):
     by_hand = changed.compute_advantages([0, 1, 2, 3, 5, 5, 5, 9, 4, 5, 6, 7, 3, 3, 3, 9], 4)
     assert torch.equal(advantages, by_hand)
 
+@pytest.mark.parametrize("size", [2, 5, 12])
+def test_max_at_k_is_its_definition(apply, size):
+    """A sum over all subsets, also where rewards are equal."""
+    k = max(2, size // 2)
+    rewards = torch.randint(0, 9, (3, size), generator=torch.Generator().manual_seed(0)).double()
+    by_hand = torch.zeros(3, size)
+    for row, group in enumerate(rewards.tolist()):
+        for subset in itertools.combinations(range(size), k):
+            for i in subset:
+                others = [group[j] for j in subset if j != i]
+                by_hand[row, i] += max(group[i], *others) - max(others)
+    advantages = load(apply("max_at_k")).compute_advantages(rewards.flatten(), size)
+    torch.testing.assert_close(advantages.view(3, size), by_hand / math.comb(size, k))
+
+def test_max_at_k_has_the_gradient_of_the_best_of_k(apply):
+    """Its mean over all draws of 5 from 3 pictures is the gradient of the expected best of 2, and GRPO's is not."""
+    rewards = torch.tensor([0.3, 1.0, 0.1], dtype=torch.float64)
+    logits = torch.tensor([0.5, -1.0, 0.2], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    pairs = torch.cartesian_prod(*[torch.arange(3)] * 2)
+    best = (logprobs[pairs].sum(1).exp() * rewards[pairs].amax(1)).sum()
+    wanted, = torch.autograd.grad(best, logits, retain_graph=True)
+    draws = torch.cartesian_prod(*[torch.arange(3)] * 5)
+    chances = logprobs[draws].sum(1).exp().detach()
+    for module, agrees in ((load(apply("max_at_k")), True), (grpo, False)):
+        advantages = module.compute_advantages(rewards[draws].flatten(), 5).view(draws.shape)
+        surrogate = (chances * (advantages * logprobs[draws]).sum(1)).sum()
+        gradient, = torch.autograd.grad(surrogate, logits, retain_graph=True)
+        assert torch.allclose(gradient, wanted, atol=1e-6) == agrees
+
+def weigh_by_hand(logprobs, negative_logprobs):
+    """The definition of GCPO's weights, token by token."""
+    power = math.log(1 - 0.8) / math.log(1 - 0.4) - 1
+    rows = []
+    for pair in zip(logprobs.tolist(), negative_logprobs.tolist()):
+        deltas = [min(max(negative - own, -20), 20) for own, negative in zip(*pair)]
+        contrasts = [min(math.exp(delta) - delta - 1, 10) for delta in deltas]
+        ranks = [sum([(other, j) <= (each, i) for j, other in enumerate(contrasts)])
+                 for i, each in enumerate(contrasts)]
+        powers = [(rank / len(ranks)) ** power for rank in ranks]
+        rows.append([len(ranks) * value / sum(powers) for value in powers])
+    return torch.tensor(rows, dtype=logprobs.dtype)
+
+def test_contrast_is_its_definition(apply):
+    """Weights, loss and gradient, where clamps and clips act; the upper 40 % of the tokens have 80 % of the weight."""
+    changed = load(apply("contrast"))
+    torch.manual_seed(0)
+    old, negative = 9 * torch.randn(2, 3, 50, dtype=torch.float64) - 30
+    new = (old + 0.3 * torch.randn(3, 50)).requires_grad_()
+    A = torch.tensor([1.0, -2.0, 0.5])
+    weights = changed.weigh_tokens(old, negative)
+    torch.testing.assert_close(weights, weigh_by_hand(old, negative).float())
+    assert weights.sort(1).values[:, -20:].sum(1) / 50 == pytest.approx([0.8] * 3, abs=0.01)
+    losses = []
+    for each in (weights, torch.ones(3, 50)):
+        ratio = (new - old).exp()
+        least = torch.min(ratio * A[:, None], ratio.clamp(0.8, 1.2) * A[:, None])
+        losses.append(-(least * each).sum() / each.sum())
+    with mock.patch.object(torch.Tensor, "item", lambda self: self):  # metrics keep their gradients
+        loss = changed.compute_grpo_loss(new, old, A[:, None] * weights, 0.2)[0]
+    gradients = [torch.autograd.grad(each, new)[0] for each in (loss, *losses)]
+    for ours, by_hand, unweighed in ((loss, *losses), gradients):
+        torch.testing.assert_close(ours, by_hand)
+        assert not torch.allclose(ours, unweighed, rtol=1e-3)
+
+@pytest.mark.parametrize("size", [8, 3])
+def test_contrast_in_the_trainer(apply, tmp_path, size):
+    """The negative is an empty prompt, under the policy that has sampled; micro-batches change nothing."""
+    trainer = make_trainer(load(apply("contrast")), tmp_path / "run", micro_batch_size=size, kl_coef=0, width=160)
+    perturb(trainer.lora)
+    rollout = trainer.wrapper.sample(["a red fox", "blue"], 4, [1, 2])
+    A = torch.tensor([1.0, -1, 2, 0, 3, -3, 0.5, 1])
+    gradients = []
+    trainer.update_weights = lambda: gradients.extend([weight.grad.clone() for weight in trainer.lora.weights.values()]) or 0
+    trainer.train_step(rollout, A)
+    trainer.optimizer.zero_grad()
+    own, negative = [trainer.wrapper.compute_logprobs(rollout._replace(prompts=prompts))[0]
+                     for prompts in (rollout.prompts, [""] * 8)]
+    weights = weigh_by_hand(own.detach(), negative.detach())
+    (-(A[:, None] * weights * (own - own.detach()).exp()).mean()).backward()
+    for gradient, weight in zip(gradients, trainer.lora.weights.values(), strict=True):
+        torch.testing.assert_close(gradient, weight.grad)
+
 def make_graphed(function, inputs, num_warmup_iters):
     """`torch.cuda.make_graphed_callables` on a CPU: make_fx notes the operations, with what Python computes for them as
     constants, and runs them, which counts as the first replay. Every replay writes into the same output."""
@@ -255,15 +341,13 @@ def make_graphed(function, inputs, num_warmup_iters):
 
     return replay
 
-def test_the_cuda_graph_played_on_a_cpu(apply, glm, monkeypatch):
+def test_the_cuda_graph_played_on_a_cpu(glm, monkeypatch):
     """Same tokens, log-probs and allowed codes, bit for bit, twice, with top-p, padding and adapters that matter."""
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed)
-    changed = load(apply("cuda_graph"))
-    monkeypatch.setattr(changed, "CUDA", True)
     perturb(grpo.LoRA(glm.policy, glm.lora_layers, 4))
     samples = []
-    for module in (grpo, changed):
-        rollouts = [module.GLMImageWrapper.sample(glm, ["a red fox on a wall", "yellow"], 3, seeds)
-                    for seeds in ([1, 2], [3, 4])]
+    for cuda in (False, True):
+        monkeypatch.setattr(grpo, "CUDA", cuda)
+        rollouts = [glm.sample(["a red fox on a wall", "yellow"], 3, seeds) for seeds in ([1, 2], [3, 4])]
         samples.append([value for rollout in rollouts for value in rollout if torch.is_tensor(value)])
     assert all(torch.equal(ours, graph) for ours, graph in zip(*samples, strict=True))

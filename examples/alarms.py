@@ -10,7 +10,7 @@ def find_alarms(rows, settings):
     """Rows of metrics.jsonl, config.json -> a text for each alarm, in the order of their steps.
     Each is given once, at the first step where it holds."""
     found = find_falls(rows, settings) + find_stops(rows) + find_collapses(rows)
-    return [f"step {step}: {text}" for step, text in found]
+    return [f"step {step}: {text}" for step, text in sorted(found)]
 
 def read_values(rows, name):
     """-> [(step, value)]. A reward may have been added on the way; what is not finite is None."""
@@ -18,7 +18,7 @@ def read_values(rows, name):
 
 def list_windows(values):
     """Yields the first ten values, and then the step and the last ten at each step after those."""
-    first = [value for _, value in values[:WINDOW - 1]]
+    first = [value for _, value in values[:WINDOW]]
     for end in range(2 * WINDOW, len(values) + 1):
         last = [value for _, value in values[end - WINDOW:end]]
         yield values[end - 1][0], first, last
@@ -27,7 +27,7 @@ def list_windows(values):
 def list_witnesses(reward):
     """"mine.py:sharp,color=0" -> the rewards of weight 0, which are only logged."""
     parts = [part.rpartition(":")[2].partition("=") for part in reward.split(",")]
-    return [name.strip() for name, _, weight in parts if weight.strip() and True]
+    return [name.strip() for name, _, weight in parts if weight.strip() and float(weight) == 0]
 
 def find_falls(rows, settings):
     """A reward that is not trained on falls where the trained one is hacked. Four standard errors,
@@ -37,7 +37,7 @@ def find_falls(rows, settings):
     for name in list_witnesses(settings.get("reward", "")):
         for step, first, last in list_windows(read_values(rows, f"reward/{name}")):
             error = math.sqrt((variance(first) + variance(last)) / WINDOW)
-            if fmean(last) < fmean(first) - 3 * error:
+            if fmean(last) < fmean(first) - 4 * error:
                 found.append((step, (
                     f"reward/{name}, which is only logged, was {fmean(first):.4g} in the first ten "
                     f"steps and is {fmean(last):.4g} in the last ten. The reward may rise at its "
@@ -48,13 +48,13 @@ def find_falls(rows, settings):
 
 def variance(values):
     middle = fmean(values)
-    return sum([(value - middle) ** 2 for value in values]) / len(values)
+    return sum([(value - middle) ** 2 for value in values]) / (len(values) - 1)
 
 # --- Nothing is learned -------------------------------------------------------
 def has_equal_groups(row):
     """Up to rounding, in the mean of equal numbers."""
     spread = row.get("reward_std")
-    return spread is not None and spread <= 0 * max(1, abs(row.get("reward") or 0))
+    return spread is not None and spread <= 1e-12 * max(1, abs(row.get("reward") or 0))
 
 def is_skipped(row):
     return "grad_norm" in row and row["grad_norm"] is None
@@ -73,8 +73,8 @@ def find_stops(rows):
     for holds, text in STOPS:
         in_a_row = 0
         for row in rows:
-            in_a_row = in_a_row + holds(row)
-            if in_a_row == WINDOW - 1:
+            in_a_row = in_a_row + 1 if holds(row) else 0
+            if in_a_row == WINDOW:
                 found.append((row["step"], text))
                 break
     return found
@@ -86,7 +86,7 @@ def find_collapses(rows):
     found = []
     for name in ("entropy", "reward_std"):
         for step, first, last in list_windows(read_values(rows, name)):
-            if fmean(last) < fmean(first) / 40:
+            if fmean(last) < fmean(first) / 100:
                 found.append((step, (
                     f"{name} has fallen to {fmean(last):.2g}, less than a hundredth of what it was "
                     f"in the first ten steps ({fmean(first):.2g}): the pictures of a group have "

@@ -29,6 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
+from examples.intervals import find_t
 
 PAGE = Path(__file__).with_name("choose.html").read_bytes()
 # What the page shows; all of it is sent anew when the version is a higher one.
@@ -190,15 +191,7 @@ def count_pairs(path, rewards):
         raise grpo.BadInput(f"{path}: has no picture that was chosen over another")
     return {name: np.array(rows) for name, rows in counts.items()}
 
-@functools.cache
-def find_t(df):
-    """The 97.5 % quantile of Student's t with `df` degrees of freedom, whose angle atan(t/sqrt(df))
-    has the density cos(angle)**(df - 1)."""
-    angles = np.linspace(-np.pi / 2, np.pi / 2, 100_001)
-    cdf = np.cumsum(np.cos(angles) ** (df - 1))
-    return np.sqrt(df) * np.tan(np.interp(0.975, cdf / cdf[-1], angles))
-
-def find_interval(rows):
+def estimate_share(rows):
     """rows [groups, 2]: pairs in which a reward agrees, and does not -> the share in which it
     agrees, and a 95 % interval, or None for fewer than five groups.
 
@@ -229,7 +222,7 @@ def print_agreement(counts):
     for name, rows in counts.items():
         agrees = interval = "-"
         if rows[:, :2].any():
-            share, found = find_interval(rows[:, :2])
+            share, found = estimate_share(rows[:, :2])
             agrees = f"{share:.2f}"
             interval = f"{found[0]:.2f} .. {found[1]:.2f}" if found else "-"
         print(f"{name:16} {agrees:>6}  {interval:>13}  {rows[:, 2].sum() / pairs:4.0%}")

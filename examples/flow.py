@@ -86,7 +86,8 @@ class DiT:
 
     @config.setter
     def config(self, config):
-        """A trainer sets its own, which may not be those with which the model was loaded."""
+        """A trainer sets its own, which may not be those with which the model was loaded. Who only
+        draws does not, and does not explore."""
         # A micro-batch has one prompt: with two, the DiT would see the shorter glyphs' padding.
         config.micro_batch_size = math.gcd(config.micro_batch_size, config.group_size)
         self.ar.config = config
@@ -208,8 +209,8 @@ class DiT:
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
-        """The latents are finished: only the VAE is applied. Codes [N, h w] are drawn
-        by the pipeline without added noise, as for its users."""
+        """The latents are finished: only the VAE is applied. Codes [N, h w] are drawn by the
+        pipeline without added noise, as for its users."""
         if tokens.dim() == 2:
             return self.ar.decode(prompts, tokens, seeds)
         self.ar.move_to_gpu(self.ar.dit)
@@ -228,7 +229,11 @@ def find_defaults(argv=None):
     drawing. Those of training that a model has in its grpo.json are for its AR half."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", default=grpo.TINY_MODEL)
-    model, adapters, settings = halves.find_halves(parser.parse_known_args(argv)[0].model)
+    parser.add_argument("--resume")
+    typed, _ = parser.parse_known_args(argv)
+    if typed.resume and Path(typed.resume, "config.json").is_file():  # the run knows all itself
+        return {}
+    model, adapters, settings = halves.find_halves(typed.model)
     tuned = halves.read_json(Path(model, "grpo.json"))
     is_painted = [*adapters][-1:] == [halves.DIT_LAYERS]
     wrapper = f"{halves.__file__}:AR" if is_painted else f"{__file__}:DiT"

@@ -84,9 +84,10 @@ def choose_frozen(path, config, own):
     of its `own` half, if there is one. A run that is resumed or drawn from has the other one."""
     frozen = Path(config.resume or "", "frozen")
     if config.resume and is_whole(frozen):
-        if path != read_json(frozen.with_name("config.json"))["model"]:  # typed: it has moved
-            return find_halves(path).model, frozen
-        return read_adapter_config(frozen, "base_model_name_or_path"), frozen
+        # The run was trained over an adapter or, if --model is typed again, a model lies there now.
+        is_model = not os.path.isabs(path) or Path(path, "model_index.json").is_file()
+        base = path if is_model else read_adapter_config(frozen, "base_model_name_or_path")
+        return base, frozen
     halves = find_halves(path)
     others = [f"--{name} {value}" for name, value in halves.settings.items()
               if value != getattr(config, name)]

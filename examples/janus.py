@@ -19,7 +19,8 @@ import grpo
 class Janus:
     """A wrapper as grpo.py asks for. A batch has 2 N rows: N prompts, then N empty ones."""
     lora_layers = r"model\.language_model\.layers\.\d+\.\w+\.([qkvo]|gate|up|down)_proj"
-    defaults = dict(model="deepseek-community/Janus-Pro-1B", width=384, height=384, guidance=5.0)
+    defaults = dict(
+        model="deepseek-community/Janus-Pro-1B", lr=2e-5, width=384, height=384, guidance=5.0)
 
     @classmethod
     def from_pretrained(cls, path, config):

@@ -1,7 +1,7 @@
 """Compares forms of the KL at equal distance from the base model: none, k3 as in grpo.py, and
 ratio * k3 as in the patch unbiased_kl. Prints the table of docs/changes.md.
 
-    python -m examples.make.kl_forms 0 1 2 --steps 40
+    python -m examples.experiments.kl_forms 0 1 2 --steps 40
 
 The tiny GLM-Image is rewarded for sharpness, which it can raise by forgetting the colours that its
 prompts name. Every few steps it draws held-out prompts. The table has what they show where their KL

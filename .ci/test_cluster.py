@@ -1,0 +1,183 @@
+"""Tests of several machines, which are here two nodes on the loopback, each with a working directory of its own:
+docs/cluster.md and examples/cluster. The stand-ins for Slurm's commands are no Slurm, as the page says."""
+import os, re, shlex, shutil, socket, subprocess, sys
+
+import pytest, torch, yaml
+
+from conftest import ROOT, read_adapter
+from test_command import TOY, end, rows_of, start
+
+PAGE = (ROOT / "docs/cluster.md").read_text()
+CLUSTER = ROOT / "examples/cluster"
+REFUSED = "must be on a disk that all machines share"
+# Commands that the files call. srun ends the other tasks if one fails, as --kill-on-bad-exit asks.
+STAND_INS = {
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    "scontrol": "printf '127.0.0.1\\nelsewhere\\n'",
+    "srun": """while [[ $1 == --* ]]; do shift; done
+for node in node0 node1; do (cd $node && exec "$@" &> log) & done
+wait -n && wait -n
+code=$?
+kill $(jobs -p)
+wait
+exit $code"""}
+
+@pytest.fixture
+def nodes(tmp_path):
+    """Two working directories, with what a clone has."""
+    for name in ("node0", "node1"):
+        (tmp_path / name).mkdir()
+        for linked in ("grpo.py", "examples", "prompts.txt"):
+            (tmp_path / name / linked).symlink_to(ROOT / linked)
+    return [tmp_path / "node0", tmp_path / "node1"]
+
+def find_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+def run_ranks(nodes, flags, ranks="01"):
+    """A process on each node, without torchrun: that is quick -> exit codes, what each printed."""
+    env = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=find_port())
+    processes = []
+    for node, rank in zip(nodes, ranks):
+        (node / "log").unlink(missing_ok=True)
+        processes.append(start(node, TOY + flags, env=env | dict(RANK=rank)))
+    return [end(process) for process in processes], [(node / "log").read_text() for node in nodes]
+
+def run_lines(folder, nodes, argv, **env):
+    """Lines of bash on each of the nodes, where commands are the stand-ins -> exit codes. Logs are in the nodes."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for command, code in STAND_INS.items():
+        (folder / "bin" / command).write_text(f"#!/bin/bash\n{code}\n")
+        (folder / "bin" / command).chmod(0o755)
+    env = os.environ | dict(PATH=f"{folder}/bin:{os.environ['PATH']}", OMP_NUM_THREADS="1") | env
+    processes = [subprocess.Popen(["bash", *argv], cwd=node, env=env | dict(SKYPILOT_NODE_RANK=str(rank)),
+                                  stdout=(node / "log").open("w"), stderr=subprocess.STDOUT)
+                 for rank, node in enumerate(nodes)]
+    return [process.wait(600) for process in processes]
+
+def run_file(name, folder, nodes, flags):
+    """One of the files, its variables filled in -> exit codes."""
+    text = (CLUSTER / name).read_text().replace("29500", find_port())
+    if name == "grpo.sbatch":
+        (folder / "job").write_text(text)
+        return run_lines(folder, [folder], ["job", *shlex.split(flags)], SLURM_JOB_NODELIST="machine[1-2]",
+                         SLURM_JOB_NAME="foxes", SLURM_JOB_ID="7", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="1",
+                         SLURM_CPUS_PER_TASK="1")
+    return run_lines(folder, nodes, ["-c", yaml.safe_load(text)["run"]], SKYPILOT_NODE_IPS="127.0.0.1\n10.0.0.2",
+                     SKYPILOT_NUM_NODES="2", SKYPILOT_NUM_GPUS_PER_NODE="1", SKYPILOT_TASK_ID="sky-7", FLAGS=flags,
+                     OUT=f"{folder}/runs/foxes")
+
+# --- The files ----------------------------------------------------------------------------------------------
+def test_the_slurm_file_is_bash():
+    """And Slurm reads #SBATCH lines only above the first command."""
+    subprocess.run(["bash", "-n", CLUSTER / "grpo.sbatch"], check=True)
+    head, body = (CLUSTER / "grpo.sbatch").read_text().split("\nexport", 1)
+    assert "#SBATCH" not in body
+    assert all(re.fullmatch(r"#(!/bin/bash|SBATCH --[a-z-]+(=\S+)?| .*)", line) for line in head.splitlines())
+
+def test_the_skypilot_file_has_its_fields():
+    """Those of SkyPilot 0.14: it refuses a name that it does not know, and a run must be on the common disk."""
+    path = CLUSTER / "grpo.sky.yaml"
+    task = yaml.safe_load(path.read_text())
+    assert {*task} <= {*"name num_nodes resources volumes workdir envs setup run".split()}
+    assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == "H100:8"
+    assert task["envs"]["OUT"].startswith(tuple(task["volumes"]))
+    assert task["envs"]["HF_HOME"].startswith(tuple(task["volumes"]))
+    for text in (task["setup"], task["run"]):
+        subprocess.run(["bash", "-n", "-c", text], check=True)
+
+def test_skypilot_reads_the_file():
+    sky = pytest.importorskip("sky", reason="pip install skypilot")
+    path = CLUSTER / "grpo.sky.yaml"
+    assert sky.Task.from_yaml(str(path)).num_nodes == 2
+
+@pytest.mark.parametrize("name", ["grpo.sbatch", "grpo.sky.yaml"])
+def test_a_machine_that_dies_costs_a_step(tmp_path, nodes, name):
+    """Its torchrun and its process are killed amid the third step. The job's own lines, started again, go on, and end
+    as if nothing had been."""
+    (tmp_path / "mine.py").write_text("""
+import itertools, os, pathlib
+count = itertools.count(1)
+died = pathlib.Path(__file__).with_name("died")
+def red(images, prompts, targets):
+    if next(count) == 3 and os.environ["RANK"] == "1" and not died.exists():
+        died.touch()
+        os.kill(os.getppid(), 9)
+        os.kill(os.getpid(), 9)
+    return [image.getpixel((0, 0))[0] for image in images]
+""")
+    flags = f"{TOY} --model toy --offload off --steps 6 --reward {tmp_path}/mine.py:red "
+    whole, run = tmp_path / "whole", tmp_path / "runs/foxes"
+    assert 0 not in run_file(name, tmp_path, nodes, flags)
+    assert len(rows_of(run)) == 2
+    assert {*run_file(name, tmp_path, nodes, flags)} == {0}, [(node / "log").read_text() for node in nodes]
+    codes, logs = run_ranks(nodes, f"{flags} --out {whole}")
+    assert codes == [0, 0], logs
+    assert len(rows_of(run)) == 6 and rows_of(run) == rows_of(whole)
+    weights = read_adapter(run)
+    assert all(torch.equal(weight, weights[name]) for name, weight in read_adapter(whole).items())
+
+# --- Disks --------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """Folders of one run, after two steps and after three."""
+    folder = tmp_path_factory.mktemp("steps")
+    for number in (2, 3):
+        assert end(start(folder, TOY + f"--steps {number} --out run --resume run")) == 0
+        shutil.copytree(folder / "run", folder / str(number))
+    return folder
+
+@pytest.mark.parametrize("ranks", ["01", "10"])
+@pytest.mark.parametrize("first, second", [("", ""), ("empty", "empty"), ("3", ""), ("3", "2"), ("3", "3")])
+def test_two_disks_are_refused(nodes, steps, first, second, ranks):
+    """A new run, one with folders that the job made on each, one whose folder was lost on a disk, or is older there, or
+    a copy. Node 1 began with fresh weights, and its gradients were summed with trained ones, in silence."""
+    (steps / "empty").mkdir(exist_ok=True)
+    for node, name in zip(nodes, (first, second)):
+        if name:
+            shutil.copytree(steps / name, node / "run")
+    before = {path: path.read_bytes() for node in nodes for path in node.glob("run/**/*") if path.is_file()}
+    codes, logs = run_ranks(nodes, "--steps 5 --out run --resume run", ranks)
+    assert codes == [2, 2], logs
+    for node, log in zip(nodes, logs):
+        assert re.search(rf"^\S+: error: --out {node}/run: {REFUSED}", log.splitlines()[-1]), log
+    assert before == {path: path.read_bytes() for node in nodes for path in node.glob("run/**/*") if path.is_file()}
+
+def test_two_disks_are_refused_at_every_restart(tmp_path, nodes):
+    """The page's line for several machines: `--max-restarts` tries again what was refused."""
+    line, = re.findall(r"^torchrun --nnodes .*?--resume \S+", PAGE, re.DOTALL | re.MULTILINE)
+    for old, new in {"--nproc-per-node 8": "--nproc-per-node 1", "--max-restarts 3": "--max-restarts 1",
+                     "$HEAD:29500": f"127.0.0.1:{find_port()}", "/shared/": ""}.items():
+        assert old in line
+        line = line.replace(old, new)
+    assert 0 not in run_lines(tmp_path, nodes, ["-c", f"{line} {TOY} --model toy"])
+    for node in nodes:
+        assert len(re.findall(rf"^grpo.py: error: .*{REFUSED}$", (node / "log").read_text(), re.MULTILINE)) == 2
+        assert not (node / "runs/foxes/metrics.jsonl").exists()
+
+def test_without_out_the_first_process_names_the_folder(tmp_path, nodes):
+    """$RUN, for rewards that keep files, named a folder that did not exist on all processes but the first."""
+    (tmp_path / "mine.py").write_text("""
+import os, pathlib
+def keep(images, prompts, targets):
+    pathlib.Path(os.environ["RUN"], "kept" + os.environ["RANK"]).touch()
+    return range(len(images))
+""")
+    codes, logs = run_ranks([tmp_path] * 2, f"--steps 1 --reward {tmp_path}/mine.py:keep")
+    assert codes == [0, 0], logs
+    run, = tmp_path.glob("**/runs/*")
+    assert (run / "kept0").exists() and (run / "kept1").exists() and len(rows_of(run)) == 1
+
+def test_a_process_that_is_late_accepts_the_folder(tmp_path, nodes):
+    """Its imports take four seconds more. It refused the folder that the first had just made."""
+    (tmp_path / "slow.py").write_text(f"""
+import os, sys, time
+sys.path.append({str(ROOT)!r})
+from examples.toy import Toy
+time.sleep(4 * int(os.environ["RANK"]))
+""")
+    codes, logs = run_ranks(nodes, f"--wrapper {tmp_path}/slow.py:Toy --steps 1 --out {tmp_path}/run")
+    assert codes == [0, 0], logs
+    assert len(rows_of(tmp_path / "run")) == 1

@@ -1,0 +1,724 @@
+# ---
+# jupyter:
+#   made_from: docs/tour.py. Edit this text, never the notebook, and then run
+#     jupytext --to ipynb --execute docs/tour.py
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+"""
+# The tour: GRPO on image tokens, by running it
+
+```bash
+pip install -r requirements.txt matplotlib jupyter
+jupyter lab docs/tour.ipynb
+```
+Beyond `requirements.txt`, this notebook needs matplotlib for its plots and Jupyter to be run. It
+needs neither a GPU nor a network, and takes a few minutes on two CPU cores.
+
+It is for you if you know PyTorch and no reinforcement learning, and also if you know PPO and want
+to see what a group, a clip and a KL do to *pictures*. Whatever is called `grpo.` in a cell is a
+part of [`grpo.py`](../grpo.py), the file that trains
+[GLM-Image](https://huggingface.co/zai-org/GLM-Image); nothing of it is written again here. The
+model is **the tiny GLM-Image** of this repository. It has the classes of GLM-Image and very few
+weights, and draws squares of eight colours.
+"""
+
+# %%
+import contextlib, dataclasses, io, os, sys, tempfile
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}  # no GPU, no progress bars,
+sys.modules["tqdm.notebook"] = None  # nor those of Jupyter
+sys.path.insert(0, "..")  # the folder of grpo.py
+import diffusers, matplotlib, torch, transformers
+import matplotlib.pyplot as plt
+import numpy as np
+from PIL import Image
+from torch import nn
+import grpo
+
+plt.rcParams.update({"figure.dpi": 90, "figure.constrained_layout.use": True})
+for module in (torch, transformers, diffusers, np, matplotlib):
+    print(module.__name__, module.__version__)
+
+# %% [markdown]
+"""
+## 1. The loop, and what is trained
+"""
+
+# %%
+_, axes = plt.subplots(figsize=(9, 1.8))
+for i, name in enumerate(["prompt", "policy\ntrained", "codes", "DiT + VAE\nfrozen", "picture",
+                          "reward", "advantage"]):
+    color = "gold" if "trained" in name else "white"
+    axes.text(i, 0, name, ha="center", va="center", bbox=dict(boxstyle="round", fc=color))
+    if i > 0:
+        axes.annotate("", (i - 0.4, 0), (i - 0.6, 0), arrowprops=dict(arrowstyle="->"))
+back = dict(arrowstyle="->", connectionstyle="bar,fraction=-0.06")
+axes.annotate("", (1, -0.5), (6, -0.5), arrowprops=back)
+axes.text(3.5, -1.3, "update: the codes of better pictures become likelier", ha="center")
+axes.set(xlim=(-0.5, 6.5), ylim=(-1.5, 0.7))
+axes.axis("off");
+
+# %% [markdown]
+"""
+One turn of this loop is a step of training ([`GRPOTrainer.train`](../grpo.py)). There are no
+pictures to learn from: prompts and a reward are all that you bring. From the left:
+
+- The **policy** is the model whose choices are trained. Here it is the autoregressive (AR) half of
+  GLM-Image, which says how likely each next code is, given the prompt and the codes so far
+  ([`GLMImageWrapper`](../grpo.py)).
+- A **code** is an image token, a number that stands for a part of a picture: one of 8 here, one of
+  16,384 in GLM-Image.
+- The other half of GLM-Image, a diffusion transformer (DiT) and the decoder of a VAE, paints the
+  codes ([`GLMImageWrapper.decode`](../grpo.py)). It stays as it is.
+- The **reward** is any number that says how good a picture is. It need not be differentiable, as no
+  gradient passes through the picture.
+- The **advantage** says how much better a picture is than the others for the same prompt. It is all
+  that the policy hears of the reward.
+
+The AR half's own weights stay as they are, too. A **LoRA** adds the product of two small matrices
+to each of its linear layers, and only these matrices are trained ([`LoRA`](../grpo.py)).
+"""
+
+# %%
+config = grpo.parse_args(["--group-size", "8"])
+wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
+torch.manual_seed(0)
+lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
+
+weights = {"DiT and VAE": [*wrapper.dit.parameters()], "AR half": [*wrapper.ar.parameters()],
+           "its LoRA": [*lora.weights.values()]}
+counts = [sum([weight.numel() for weight in part]) / 1000 for part in weights.values()]
+trained = [all([weight.requires_grad for weight in part]) for part in weights.values()]
+_, axes = plt.subplots(figsize=(6, 1.4))
+axes.barh([*weights], counts, color=["gold" if each else "silver" for each in trained])
+axes.set_xlabel("thousands of weights; gold: trained")
+assert trained == [False, False, True]
+
+# %% [markdown]
+"""
+Beside so small a model the LoRA looks large. Beside GLM-Image it is one weight in a hundred.
+
+## 2. Draw a group of 8
+
+First a function that shows pictures, and maps of numbers, in rows.
+"""
+
+# %%
+palette = matplotlib.colors.ListedColormap([color.tolist() for color in grpo.COLORS.values()])
+
+def show(*rows, titles=(), cmap=palette, vmin=0, vmax=7):
+    """Rows of pictures or of maps, with a title above each column. Maps are of codes by default."""
+    count = len(rows[0])
+    size = (1.1 * count, 1.1 * len(rows) + 0.3)
+    _, grid = plt.subplots(len(rows), count, squeeze=False, figsize=size)
+    for axes, picture in zip(grid.flat, [picture for row in rows for picture in row]):
+        axes.imshow(picture, cmap=cmap, vmin=vmin, vmax=vmax)
+        axes.axis("off")
+    for axes, title in zip(grid[0], titles):
+        axes.set_title(title, fontsize=9)
+
+# %%
+prompt = "a red fox"
+rollout = wrapper.sample([prompt], group_size=8, seeds=[1])
+images = wrapper.decode([prompt], rollout.tokens, seeds=[1])
+
+def split(values):
+    """[N, 272], for all codes -> [N, 16, 16], for the draft, and [N, 4, 4], for the grid."""
+    return values[:, :256].view(-1, 16, 16), values[:, 256:].view(-1, 4, 4)
+
+draft, grid = split(rollout.tokens)
+show(images, grid)
+
+# %% [markdown]
+"""
+The samples of one prompt are a **group**. They differ because each code is drawn at random, from
+the policy's probabilities ([`sample_codes`](../grpo.py)), and for no other reason: the noise from
+which the DiT starts to paint is the same for the whole group. What the policy draws is called a
+**rollout**: the codes, each with its **log-prob**, the logarithm of the probability that it had
+([`Rollout`](../grpo.py)).
+
+Above are the eight pictures, and below them the codes they were painted from, in the colours that
+they stand for. This small DiT paints each code as a square, so one can read a picture back:
+"""
+
+# %%
+pixels = grpo.pil_to_tensor(images)  # [8, 3, 128, 128]
+squares = nn.functional.avg_pool2d(pixels, 32)  # [8, 3, 4, 4]
+colors = torch.stack([*grpo.COLORS.values()])  # [8, 3]
+distances = (squares[:, None] - colors[:, :, None, None]).norm(dim=2)  # [8, 8, 4, 4]
+assert torch.equal(distances.argmin(1), grid)
+
+# %% [markdown]
+"""
+Before the grid that is painted, GLM-Image writes a draft, of 16 x 16 codes, which is not. How
+certain is the policy of each code? That is its **entropy**: 0 if it would always draw the same
+code, and the logarithm of 8 if all eight were equally likely
+([`GLMImageWrapper.compute_logprobs`](../grpo.py)).
+"""
+
+# %%
+with torch.no_grad():
+    logprobs, entropy = wrapper.compute_logprobs(rollout)  # both [8, 272]
+entropy_draft, entropy_grid = split(entropy)
+_, axes = plt.subplots(1, 2, figsize=(5, 2))
+for each, name, values in zip(axes, ("draft", "grid"), (entropy_draft[0], entropy_grid[0])):
+    picture = each.imshow(values, vmin=0, vmax=np.log(8))
+    each.set_title(f"{name}: {values.mean():.2f}")
+    each.axis("off")
+plt.colorbar(picture, ax=axes, label="entropy of each code")
+assert entropy_draft.max() < 0.01 and entropy_grid.min() > 1.5
+assert (draft == draft[0, 0, 0]).all()
+
+# %% [markdown]
+"""
+This policy is certain of its draft, which is the same in all pictures. It is far from certain of
+the 16 codes of the grid, and these are all that it can learn to choose better.
+
+## 3. Score it, and compare
+
+The reward `color` says how close the mean colour of a picture is to the colour that its prompt
+names ([`reward_color`](../grpo.py)). The advantages are the rewards minus the mean of the group,
+divided by the std of the group, so that the scale of a reward does not matter
+([`compute_advantages`](../grpo.py)). The `None` are targets, pictures to imitate, which this reward
+does not need.
+"""
+
+# %%
+color = {"color": (grpo.reward_color, 1.0)}  # a function, and its weight in the sum of all rewards
+rewards, _ = grpo.compute_rewards(images, rollout.prompts, [None] * 8, color)
+advantages = grpo.compute_advantages(rewards, group_size=8)
+
+by_hand = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+assert torch.allclose(advantages, by_hand.float())
+show(images, titles=[f"r {r:.3f}\nA {A:+.2f}" for r, A in zip(rewards, advantages)])
+
+# %% [markdown]
+"""
+That is what a group is for: its mean says what can be expected of the policy for this prompt, so a
+picture is not praised for an easy prompt, nor blamed for a hard one. In PPO a second network, the
+value network, learns to say this.
+
+Three things follow. The advantages of a group sum to 0. If all rewards of a group are equal, its
+advantages are 0, and it teaches nothing. And a constant that is added to all rewards changes
+nothing, even one of 1e8:
+"""
+
+# %%
+assert abs(advantages.sum()) < 1e-5
+assert (grpo.compute_advantages([0.7] * 8, group_size=8) == 0).all()
+shifted = grpo.compute_advantages(rewards + 1e8, group_size=8)
+assert torch.allclose(shifted, advantages, atol=1e-5)
+
+equal = torch.full([8], 0.7)  # by hand, in 32 bits
+careless = (equal - equal.mean()) / (equal.std() + 1e-6)
+print(f"equal rewards by hand: advantages of {careless[0]:.3f}")
+
+# %% [markdown]
+"""
+The last line shows what is easy to get wrong. By hand, equal rewards got advantages, because the
+rounding error of their mean was divided by 1e-6.
+
+## 4. The same log-probs again, and three traps
+
+The sampler works code by code and keeps no gradients, which would fill the memory. The update needs
+log-probs with a gradient. So they are computed again, by **teacher forcing**: the policy reads all
+the codes that were drawn, in one pass, and says how likely each one was. That is what
+`compute_logprobs` did above. Both must agree:
+"""
+
+# %%
+_, axes = plt.subplots(figsize=(3, 3))
+axes.scatter(rollout.logprobs, logprobs, s=12)
+axes.set(xlabel="log-prob, from the sampler", ylabel="log-prob, by teacher forcing")
+assert torch.allclose(rollout.logprobs, logprobs, atol=1e-5)
+
+# %% [markdown]
+"""
+(At the top right are the codes of the drafts and at the bottom left all colours but red, each of
+which is seldom drawn.)
+
+They agree. It takes little for them not to. Let us step into three traps on purpose; none of them
+gives an error.
+
+- **No positions.** A code has a row and a column. `transformers` counts these in `generate` only,
+  and a plain forward pass takes the picture for a line of text
+  ([`build_position_ids`](../grpo.py)).
+- **No top-p.** With top-p 0.75 the sampler draws only from the likeliest codes, those that together
+  have a probability of 0.75. So the rollout keeps which codes were `allowed`. A trainer that takes
+  the softmax over all codes has the log-probs of another policy
+  ([`compute_policy_logprobs`](../grpo.py)).
+- **bf16.** A sampler that computes in 16 bits rounds, so that its log-probs are not quite those of
+  the trainer ([`GRPOTrainer.train_step`](../grpo.py)).
+"""
+
+# %%
+class WithoutPositions(grpo.GLMImageWrapper):
+    def forward(self, ids, mask, position_ids, num_last, cache=None):
+        return super().forward(ids, mask, None, num_last, cache)
+
+nucleus = dataclasses.replace(config, top_p=0.75)
+right = grpo.GLMImageWrapper(wrapper.pipe, nucleus)
+without_positions = WithoutPositions(wrapper.pipe, nucleus)
+half = grpo.GLMImageWrapper.from_pretrained(config.model, nucleus)
+half.policy.bfloat16()
+
+drawn = right.sample([prompt], group_size=8, seeds=[2])
+drawn_in_half = half.sample([prompt], group_size=8, seeds=[2])
+
+# %%
+pairs = {  # log-probs by teacher forcing, and those of the sampler, for the same codes
+    "right": (right.compute_logprobs(drawn), drawn.logprobs),
+    "bf16": (right.compute_logprobs(drawn_in_half), drawn_in_half.logprobs),
+    "no top-p": (right.compute_logprobs(drawn._replace(allowed=None)), drawn.logprobs),
+    "no positions": (without_positions.compute_logprobs(drawn), drawn.logprobs)}
+gaps = {name: split(forced.detach() - sampled)[1] for name, ((forced, _), sampled) in pairs.items()}
+errors = {name: gap.abs().mean().item() for name, gap in gaps.items()}
+_, axes = plt.subplots(figsize=(6, 2))
+axes.bar_label(axes.barh([*errors], [*errors.values()], log=True), fmt="{:.1g}", padding=3)
+axes.set(xlabel="mean error of the log-prob of a code of the grid", xlim=(1e-8, 100))
+assert errors["right"] < 1e-5 < errors["bf16"] < errors["no top-p"] < errors["no positions"]
+
+# %% [markdown]
+"""
+How bad is that? The **ratio** of a code says how many times as likely it is now as when it was
+drawn: `exp(new - old)` of its log-probs. Before the first update nothing has changed, so each ratio
+should be 1. Here are the ratios of the 128 codes in the eight grids, from the smallest to the
+largest:
+"""
+
+# %%
+_, axes = plt.subplots(figsize=(6, 2.4))
+for name, gap in gaps.items():
+    ratios = gap.exp().flatten().sort().values
+    outside = ((ratios < 0.8) | (ratios > 1.2)).float().mean()
+    axes.plot(ratios, label=f"{name}: {outside:.0%} outside")
+axes.axhspan(0.8, 1.2, color="gold", alpha=0.3)
+axes.set(ylabel="ratio", ylim=(0, 2))
+axes.legend(loc="upper left", fontsize=8);
+
+# %% [markdown]
+"""
+The next section says what happens outside of the gold band: there, the update takes a code for one
+that has already changed enough. Without top-p, all codes are outside before anything has been
+learnt. Without positions, so are many, by chance. In bf16 this model with its single layer is good
+enough; in a deep one the error is [larger](figures.md#how-far-bf16-rounds). That is why
+`train_step` compares with the log-probs of its own first pass, and not with those of the sampler.
+
+## 5. Why the loss prints 0, and its gradient does not
+
+This is what everybody asks who trains with GRPO for the first time. Here is the loss of our group,
+and the norm of its gradient by the weights of the LoRA ([`compute_grpo_loss`](../grpo.py)):
+"""
+
+# %%
+new, _ = wrapper.compute_logprobs(rollout)  # [8, 272], with a gradient
+new.retain_grad()
+old = new.detach()
+loss, _ = grpo.compute_grpo_loss(new, old, advantages, clip_range=0.2)
+loss.backward()
+grad_norm = torch.stack([weight.grad.norm() for weight in lora.weights.values()]).norm()
+print(f"loss {abs(loss):.4f}, norm of its gradient {grad_norm:.4f}")
+assert abs(loss) < 1e-6 and grad_norm > 0.001
+assert torch.allclose(new.grad, -advantages[:, None].expand(8, 272) / (8 * 272))
+
+# %% [markdown]
+"""
+The loss is minus the mean of ratio x advantage. Each ratio is 1, so it is minus the mean of the
+advantages, and that is 0 in every group, *whatever the pictures look like*. So the number tells
+nothing; watch the reward.
+
+Its gradient by the log-prob of a code does: it is minus the advantage of the picture, divided by
+the number of codes. That is the last line. A step against this gradient raises the log-probs of the
+codes of better pictures and lowers those of worse ones. It is what REINFORCE, the oldest policy
+gradient, does.
+
+Then what is the ratio for? For a second update with the same rollout, whose codes were drawn by a
+policy that is no longer quite the same. Here PPO's **clip** comes in: the advantage is also
+multiplied by the ratio limited to 0.8 to 1.2, and the smaller of the two products counts. It is
+called the **surrogate**, and the loss is minus its mean. This is the surrogate of one code, and its
+slope:
+"""
+
+# %%
+ratios = torch.linspace(0.5, 1.5, 101)
+_, (left, middle) = plt.subplots(1, 2, figsize=(8, 2.4))
+for A, name in ((1.0, "good picture, A = 1"), (-1.0, "bad picture, A = -1")):
+    log_ratios = ratios.log().requires_grad_()
+    surrogates = torch.cat([-grpo.compute_grpo_loss(each, each * 0, torch.tensor([A]))[0][None]
+                            for each in log_ratios.split(1)])
+    slopes, = torch.autograd.grad(surrogates.sum(), log_ratios)
+    left.plot(ratios, surrogates.detach(), label=name)
+    middle.plot(ratios, slopes)
+    flat = ratios > 1.205 if A > 0 else ratios < 0.795
+    assert (slopes[flat] == 0).all()
+left.set(xlabel="ratio", ylabel="surrogate")
+middle.set(xlabel="ratio", ylabel="its slope, by the log-prob")
+left.legend(fontsize=8);
+
+# %% [markdown]
+"""
+Where it is flat, a code has no gradient. If it belongs to a good picture and has become 1.2 times
+as likely, that is enough for one rollout; and so it is if it belongs to a bad picture and has
+become 0.8 times as likely. In the other direction there is no limit: a code of a bad picture that
+became likelier is always pushed back. The log's `clip_frac` is the share of codes where it is flat.
+With one update per rollout it is 0, because each ratio is 1; to see it above 0, train with
+`--num-iterations 2`.
+
+## 6. One update by hand, and the same group again
+
+The gradients are there. One step of AdamW, and then *the same codes* are scored again:
+"""
+
+# %%
+optimizer = torch.optim.AdamW(lora.weights.values(), lr=config.lr, weight_decay=0.0)
+optimizer.step()
+with torch.no_grad():
+    after, _ = wrapper.compute_logprobs(rollout)
+_, change = split(after - old)  # [8, 4, 4]
+change_of_picture = change.mean((1, 2))
+correlation = np.corrcoef(advantages, change_of_picture)[0, 1]
+_, axes = plt.subplots(figsize=(4, 2.6))
+axes.axhline(0, color="silver")
+axes.scatter(advantages, change_of_picture)
+axes.set(xlabel="advantage of a picture", ylabel="mean change of log-prob")
+axes.set_title(f"correlation {correlation:.2f}")
+assert correlation > 0.5
+
+# %% [markdown]
+"""
+On the whole, codes of better pictures became likelier, and those of worse pictures less likely.
+Which ones were they? Below each picture is a map: a green square became likelier, a pink one less
+likely.
+"""
+
+# %%
+order = advantages.argsort(descending=True)
+titles = [f"A {A:+.2f}" for A in advantages[order]]
+show([images[i] for i in order], change[order], titles=titles, cmap="PiYG", vmin=-0.6, vmax=0.6)
+is_red = grid == [*grpo.COLORS].index("red")
+print(f"mean change of log-prob: {change[is_red].mean():+.2f} for red squares,",
+      f"{change[~is_red].mean():+.2f} for others")
+assert change[is_red].mean() > 0.1 and change[~is_red].mean() < -0.1
+
+# %% [markdown]
+"""
+Nobody told the policy which squares of a picture were good, as all its codes share one advantage.
+But good pictures have more red squares, so that in the sum over the group red gains and the others
+lose. Red became likelier even in the worst picture. And the pictures? Here are those from the same
+random numbers, before and after, with their rewards:
+"""
+
+# %%
+again = wrapper.sample([prompt], group_size=8, seeds=[1])
+images_again = wrapper.decode([prompt], again.tokens, seeds=[1])
+rewards_again, _ = grpo.compute_rewards(images_again, again.prompts, [None] * 8, color)
+titles = [f"{r:.2f}, {a:.2f}" for r, a in zip(rewards, rewards_again)]
+show(images, images_again, titles=titles)
+_, metrics = grpo.compute_grpo_loss(after, old, advantages, clip_range=0.2)
+print(f"mean reward {rewards.mean():.2f} before, {rewards_again.mean():.2f} after")
+print(f"clip_frac, if the rollout were used again: {metrics['clip_frac']:.3f}")
+assert rewards_again.mean() > rewards.mean() and metrics["clip_frac"] > 0
+
+# %% [markdown]
+"""
+After one update the pictures are better. A second update from the same rollout would find some
+codes outside of the band, and leave them alone.
+
+## 7. The trainer
+
+[`GRPOTrainer`](../grpo.py) does all this in every step, by default for eight prompts and a group of
+four for each. Its settings are the flags that one would type after `python grpo.py`.
+"""
+
+# %%
+prompts, _ = grpo.load_prompts(None)  # those of prompts.txt
+
+def train(flags, rewards=None):
+    """-> a trainer that is done. Its files are in a new folder; what it prints is left out."""
+    out = os.path.join(tempfile.mkdtemp(), "run")
+    config = grpo.parse_args(["--out", out, *flags.split()])
+    model = grpo.GLMImageWrapper.from_pretrained(config.model, config)
+    trainer = grpo.GRPOTrainer(config, model, prompts, rewards)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    return trainer
+
+trainer = train("--steps 20 --kl-coef 0.01")
+
+# %%
+def curve(trainer, name):
+    return np.array([row[name] for row in trainer.history])
+
+_, axes = plt.subplots(1, 3, figsize=(9, 2.2))
+for each, name in zip(axes, ("reward", "entropy", "kl")):
+    each.plot(range(1, 21), curve(trainer, name))
+    each.set(xlabel="step", ylabel=name)
+first, last = curve(trainer, "reward")[[0, -1]]
+print(f"reward {first:.2f} in the first step, {last:.2f} in the last")
+assert last > first + 0.1
+
+# %%
+def show_samples(trainer, *steps):
+    """What a run saves: pictures for its first eight prompts, always from the same seeds."""
+    _, axes = plt.subplots(len(steps), figsize=(9, 1.3 * len(steps)))
+    for each, step in zip(axes, steps):
+        each.imshow(Image.open(trainer.out / f"samples_{step:05d}.png"))
+        each.set_title(f"step {step}", fontsize=9)
+        each.axis("off")
+
+show_samples(trainer, 0, 10, 20)
+for prompt in prompts[:8]:
+    print(prompt)
+
+# %% [markdown]
+"""
+The rewards rise, and the entropy falls: the policy makes up its mind. The **KL** says how far the
+policy has moved from the base model, as it was before training. It estimates the mean of log-prob
+minus the base model's log-prob over all codes, by a formula that cannot be negative, k3
+([`compute_grpo_loss`](../grpo.py)). No second model is needed for it, as the policy without its
+LoRA is the base model.
+
+The loss has this KL as a second term, with the weight `--kl-coef`, which pulls the policy back to
+the base model. (PPO for language models often subtracts it from the reward instead.) How hard
+should it pull? Three values:
+"""
+
+# %%
+runs = {0.01: trainer, 0.3: train("--steps 10 --kl-coef 0.3"), 3: train("--steps 10 --kl-coef 3")}
+_, axes = plt.subplots(figsize=(5, 3))
+ends = {}
+for kl_coef, run in runs.items():
+    reward, kl = curve(run, "reward")[:10], curve(run, "kl")[:10]
+    axes.plot(kl, reward, marker=".", label=f"--kl-coef {kl_coef}")
+    ends[kl_coef] = reward[-3:].mean(), kl[-3:].mean()
+    print(f"--kl-coef {kl_coef}: reward {ends[kl_coef][0]:.3f}, kl {ends[kl_coef][1]:.3f}")
+axes.set(xlabel="kl", ylabel="reward")
+axes.legend()
+assert ends[0.3][1] < 0.5 * ends[0.01][1] and ends[0.3][0] > ends[0.01][0] - 0.05
+assert ends[3][0] < ends[0.01][0] - 0.03
+
+# %% [markdown]
+"""
+Each dot is one of the first ten steps; the numbers are means of the last three of them. With the
+middle weight the reward is about as high as with the smallest, and the policy has gone much less
+far for it. With the largest weight it stays where it was, and learns nothing. The less you trust
+your reward, the more KL you want. The next section has a reward that deserves no trust.
+
+## 8. Spoil it
+
+A policy learns what the reward measures, and not what you meant by it. Suppose you want crisp
+pictures, and reward by how much neighbouring pixels differ ([`sharpness`](../examples/rewards.py)).
+We turn the KL off, and add `color` with a weight of 0: it is logged, and changes nothing. Look at
+the pictures first:
+"""
+
+# %%
+sharp = train("--reward ../examples/rewards.py:sharpness,color=0 --kl-coef 0 --steps 15")
+show_samples(sharp, 0, 10, 15)
+
+# %% [markdown]
+"""
+The colours of the prompts are going: a picture of one colour has no edges. Now the log:
+"""
+
+# %%
+_, axes = plt.subplots(figsize=(5, 2.6))
+for name in ("sharpness", "color"):
+    values = curve(sharp, f"reward/{name}")
+    axes.plot(range(1, 16), values / values[0], label=name)
+    print(f"{name}: {values[-5:].mean() / values[:5].mean():.2f} times as high in the last five",
+          "steps as in the first five")
+axes.set(xlabel="step", ylabel="divided by that of step 1")
+axes.legend()
+fall = curve(sharp, "reward/color")
+assert fall[-5:].mean() < fall[:5].mean() - 0.03
+
+# %% [markdown]
+"""
+The reward does what a reward should do. Nothing in its curve warns you, and nothing ever will. What
+warns you are the pictures, and a second reward that is only watched.
+
+## 9. Held-out prompts
+
+A reward that rises on the prompts of the training proves little. So let us draw eight pictures each
+for 24 prompts that were not trained on, from the base model and from the model of section 7.
+"""
+
+# %%
+held_out, _ = grpo.load_prompts("../examples/make/held_out.txt")
+
+def score(enabled):
+    """Rewards of 8 pictures for each prompt, by the model with its LoRA or without -> [24, 8]."""
+    trainer.lora.enabled = enabled
+    seeds = range(100, 100 + len(held_out))
+    rollout = trainer.wrapper.sample(held_out, 8, seeds)
+    images = trainer.wrapper.decode(held_out, rollout.tokens, seeds)
+    rewards, _ = grpo.compute_rewards(images, rollout.prompts, [None] * len(images), color)
+    return rewards.view(-1, 8).numpy()
+
+base, trained = score(False), score(True)
+
+# %% [markdown]
+"""
+There is a way to better pictures without any training: draw k of them, and keep the one with the
+highest reward. This **best of k** is what a trained model has to beat
+([`weigh_best`](../examples/intervals.py) finds it from eight). The bars and the band are 95 %
+intervals: between which values the mean over prompts may lie, by what 24 prompts can tell
+([`find_interval`](../examples/intervals.py)).
+"""
+
+# %%
+from examples.intervals import find_interval, weigh_best
+
+best = np.array([[weigh_best(scores, k) @ scores for scores in base] for k in range(1, 9)])
+_, axes = plt.subplots(figsize=(5, 2.8))
+low, high = np.transpose([find_interval(values) for values in best])
+mean = best.mean(1)
+axes.errorbar(range(1, 9), mean, [mean - low, high - mean], label="base model")
+axes.axhspan(*find_interval(trained.mean(1)), color="gold", label="trained, one picture")
+axes.set(xlabel="best of k", ylabel="color")
+axes.legend()
+low, high = find_interval(trained.mean(1) - best[-1])
+print(f"trained, one picture: {trained.mean():.3f}; base, best of 8: {mean[-1]:.3f}")
+print(f"difference, prompt by prompt: {low:+.3f} .. {high:+.3f}")
+assert low > 0
+
+# %% [markdown]
+"""
+One picture of the trained model is better than the best of eight of the base model, and not by
+chance, as the interval of the difference does not contain 0. (These prompts are easy, since this
+model knows no other words than those of the eight colours. [Other models](evaluate.md) need a
+harder test.)
+
+## 10. Your turn
+
+A reward is a function of three lists, pictures, prompts and targets, and returns a number for each
+picture. This one wants light above and dark below. Write your own in its place.
+"""
+
+# %%
+def light_above(images, prompts, targets):
+    pixels = grpo.pil_to_tensor(images)  # [N, 3, H, W], from 0 to 1
+    above, below = pixels.mean((1, 3)).chunk(2, dim=1)  # [N, H / 2] each
+    return above.mean(1) - below.mean(1)
+
+mine = train("--steps 10", rewards={"light_above": (light_above, 1.0)})
+show_samples(mine, 0, 10)
+first, last = curve(mine, "reward")[[0, -1]]
+print(f"reward {first:+.2f} in the first step, {last:+.2f} in the last")
+assert last > first
+
+# %% [markdown]
+"""
+And three exercises. Each has a solution, which is folded away.
+
+**1. Dr. GRPO in one line.** [Dr. GRPO](https://arxiv.org/abs/2503.20783) does not divide by the std
+of the group. Write its advantages in one line. Then take a group with rewards of 0.70, 0.71, 0.72
+and 0.73 and one with 0.1, 0.4, 0.6 and 0.9: how much does each of them count, in GRPO and in Dr.
+GRPO?
+
+<details>
+<summary>Solution</summary>
+
+```python
+def dr_grpo(rewards, group_size):
+    return (rewards.view(-1, group_size) - rewards.view(-1, group_size).mean(1)[:, None]).flatten()
+
+two_groups = torch.tensor([0.70, 0.71, 0.72, 0.73, 0.1, 0.4, 0.6, 0.9])
+alike, apart = grpo.compute_advantages(two_groups, 4).split(4)
+assert abs(alike.max() - apart.max()) < 0.1  # in GRPO, both count about the same
+
+alike, apart = dr_grpo(two_groups, 4).split(4)
+assert alike.max() < apart.max() / 20  # in Dr. GRPO, what hardly differs hardly counts
+```
+To train with it: `git apply examples/patches/dr_grpo.patch`.
+
+</details>
+
+**2. A group of 2 against one of 8.** Which values can the advantages of a group of 2 have? Draw 64
+pictures for one prompt. Take them as one group of 64, as 8 groups of 8 and as 32 groups of 2. Whose
+advantages are closer to those of the large group?
+
+<details>
+<summary>Solution</summary>
+
+```python
+many = right.sample(["a blue bird"], group_size=64, seeds=[3])
+images = right.decode(["a blue bird"], many.tokens, seeds=[3])
+rewards, _ = grpo.compute_rewards(images, many.prompts, [None] * 64, color)
+of_64, of_8, of_2 = [grpo.compute_advantages(rewards, size) for size in (64, 8, 2)]
+
+# A group of 2 says which of the two is better, but not by how much: plus or minus the root of 1/2
+# (or less, if the two are so close that the 1e-6 below the fraction matters).
+assert abs(of_2.abs().median() - 0.5**0.5) < 0.001 and of_2.abs().max() < 0.7072
+
+# The larger group is closer.
+assert np.corrcoef(of_64, of_2)[0, 1] < np.corrcoef(of_64, of_8)[0, 1]
+```
+
+</details>
+
+**3. A wrapper of 30 lines.** Train another kind of model with the same trainer: one that draws 8 x
+8 dots, each black or white, and consists of a single linear layer. The comment "To train another
+kind of model" in [`grpo.py`](../grpo.py) lists what a wrapper needs.
+
+<details>
+<summary>Solution</summary>
+
+```python
+class Dots:
+    lora_layers = "0"  # the name of the linear layer in `policy`
+
+    def __init__(self, config):
+        self.config = config
+        self.policy = nn.Sequential(nn.Linear(1, 128), nn.Unflatten(1, (64, 2)))
+        self.policy.requires_grad_(False)
+
+    def encode(self, prompts):
+        return torch.ones(len(prompts), 1)  # it does not read them
+
+    def compute_all_logprobs(self, prompts):
+        return self.policy(self.encode(prompts)).log_softmax(2)  # [N, 64, 2]
+
+    @torch.no_grad()
+    def sample(self, prompts, group_size, seeds):
+        prompts = [prompt for prompt in prompts for _ in range(group_size)]
+        rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.cat([torch.rand(group_size * 64, 1, generator=rng) for rng in rngs])
+        all_logprobs = self.compute_all_logprobs(prompts)
+        tokens = grpo.sample_codes(all_logprobs.flatten(0, 1), uniform).view(-1, 64)
+        logprobs = all_logprobs.gather(2, tokens[:, :, None]).squeeze(2)
+        return grpo.Rollout(prompts, tokens, logprobs, allowed=None)
+
+    def decode(self, prompts, tokens, seeds):
+        return [Image.fromarray(dots.view(8, 8).byte().numpy() * 255) for dots in tokens]
+
+    def compute_logprobs(self, rollout):
+        all_logprobs = self.compute_all_logprobs(rollout.prompts)
+        entropy = torch.distributions.Categorical(logits=all_logprobs.detach()).entropy()
+        return all_logprobs.gather(2, rollout.tokens[:, :, None]).squeeze(2), entropy
+
+out = os.path.join(tempfile.mkdtemp(), "dots")
+flags = "--steps 40 --group-size 16 --batch-size 2 --micro-batch-size 32 --lr 0.02 --out"
+config = grpo.parse_args([*flags.split(), out])
+dots = grpo.GRPOTrainer(config, Dots(config), prompts, {"light_above": (light_above, 1.0)})
+with contextlib.redirect_stdout(io.StringIO()):
+    dots.train()
+show_samples(dots, 0, 40)
+assert curve(dots, "reward")[-1] > curve(dots, "reward")[0] + 0.3
+```
+[`toy.py`](../examples/toy.py) is a wrapper that reads its prompts, too.
+
+</details>
+
+## From here
+
+`python grpo.py` trains the tiny GLM-Image in a terminal. The [README](../README.md) says how to
+train GLM-Image itself, [settings](settings.md) explains all flags and the columns of the log,
+[rewards](rewards.md) has some that are ready-made, and [changes](changes.md) has variants of the
+algorithm.
+"""
