@@ -783,7 +783,8 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, pa
     assert kl > 1e-3
     spy = trainer.wrapper.compute_logprobs = mock.Mock(side_effect=compute)
     metrics = trainer.train_step(rollout, advantages)
-    assert spy.call_count == passes
+    own = [call for call in spy.mock_calls if call.args[0].prompts[0]]  # a patch has empty ones
+    assert len(own) == passes
     assert metrics.get("kl") == (approx(kl, rel=1e-3) if kl_coef else None)
     advantages[:4] = 0  # a group without spread still counts for the KL
     assert trainer.train_step(rollout, advantages).get("kl") == metrics.get("kl")
