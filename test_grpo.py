@@ -244,7 +244,6 @@ def test_the_clip_by_hand(ratio, advantage, clip_range, surrogate, moves):
         loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, clip_frac=float(not moves)))
 
 @algorithm
-@algorithm
 def test_a_ratio_beyond_all_measure_gives_no_nan():
     """exp(100) is infinite in fp32, and infinity times 0 is NaN: the step was lost."""
     new = torch.tensor([[100.0, -100.0, 0.5]] * 3, requires_grad=True)
@@ -253,6 +252,7 @@ def test_a_ratio_beyond_all_measure_gives_no_nan():
     assert math.isfinite(sum(metrics.values()))
     assert new.grad.isfinite().all()
 
+@algorithm
 def test_the_ratio_is_of_a_token():
     """That of a whole sequence (GSPO) has a loss of -0.866 here, and passed all other tests."""
     new = torch.tensor([[1.5, 0.5]]).log()
