@@ -148,7 +148,7 @@ def test_squares(tmp_path, run, monkeypatch):
     monkeypatch.setenv("JUDGE_URL", server.address)
     monkeypatch.setenv("JUDGE_MODEL", "any")
     rewards = ",".join([f"{ROOT}/examples/rewards.py:{name}=.05" for name in ("judge", "kept")])
-    flags = "--model . --steps 20 --group-size 4 --lr 2e-3 --save-every 20 --out run --reward"
+    flags = "--model . --steps 32 --group-size 4 --lr 2e-3 --save-every 32 --out run --reward"
     assert run("edit", f"{flags} {rewards},{ROOT}/examples/make/squares.py:right=0")[0] == 0
     server.shutdown()
     first, last = first_and_last("run")

@@ -126,7 +126,7 @@ def start_client(service, run, project, state):
 def print_end(service, run, project, state):
     """wandb has made a folder in each start that was offline, and marks those that it has sent."""
     known = f"all until step {state['step']} {{}} {project}, as {state['id']}"
-    folders = [folder for folder in sorted(Path(run, "wandb").glob(f"offline-*-{state['id']}"))
+    folders = [folder for folder in sorted(Path(run, "wandb").glob(f"offline-*-{state['id']}*"))
                if not [*folder.glob("*.synced")]]
     if service == "trackio":
         print(f"{run}: {known.format('is in')}; `trackio show` opens its page")
