@@ -367,7 +367,7 @@ class GRPOTrainer:
             config.reward = ",".join(f"{name}()" for name in rewards)
         self.history = []  # one row a step
         self.log_text = ""  # the same as lines of JSON: a long list of rows takes a second to save
-        new = [f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9}"]
+        new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
         if WORLD_SIZE > 1:
             torch.distributed.broadcast_object_list(new)  # the first process names the folder
         self.out = Path(config.resume or config.out or new[0]).absolute()
@@ -387,26 +387,13 @@ class GRPOTrainer:
         if RANK == 0:  # only one process writes, and two runs never share a folder
             may_exist = bool(config.resume or self.started)
             attempt("--out", self.out.mkdir, parents=True, exist_ok=may_exist)
-        if WORLD_SIZE > 1:
-            torch.distributed.barrier()
         path = self.out / "checkpoint.pt"
         # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
         if path.exists() or (self.out / "metrics.jsonl").exists():
-            state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
-            self.log_text = state["history"]
-            self.history = [json.loads(line) for line in self.log_text.splitlines()]
-            done = len(self.history)
-            if state["trainer"] != type(self).__name__ or done > config.steps:
-                raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
-                               f"{config.steps} of {type(self).__name__} are asked for")
-            self.lora.load(state["adapter"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.load(path)
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
-        if WORLD_SIZE > 1:  # else some would train another model, in silence
-            seen = [None] * WORLD_SIZE
-            torch.distributed.all_gather_object(seen, (self.out.exists(), len(self.history)))
-            if len({*seen}) > 1:
-                raise BadInput(f"--out {self.out}: must be on a disk that all machines share")
+        if WORLD_SIZE > 1:
+            self.check_disk()
         self.started = True
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             text = format_prompts(self.prompts, self.targets)
@@ -421,6 +408,34 @@ class GRPOTrainer:
                 write_file(self.out / "metrics.jsonl", self.log_text.encode())
             else:
                 self.save(0)  # pictures before training
+
+    def check_disk(self):
+        """All machines must see one folder, and go on from one step. Else some would train another
+        model, in silence."""
+        mark = [f"{time.time_ns()}.part"]  # a name that no cache of a network disk has seen
+        if RANK == 0:
+            attempt("--out", (self.out / mark[0]).touch)
+        torch.distributed.broadcast_object_list(mark)
+        path = self.out / mark[0]
+        seen = [None] * WORLD_SIZE
+        torch.distributed.all_gather_object(seen, (path.exists(), len(self.history)))
+        if RANK == 0:
+            path.unlink()
+        if len({*seen}) > 1:
+            if RANK == 0 and not os.listdir(self.out):
+                self.out.rmdir()  # it was made for this start
+            raise BadInput(f"--out {self.out}: must be on a disk that all machines share")
+
+    def load(self, path):
+        state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
+        self.log_text = state["history"]
+        self.history = [json.loads(line) for line in self.log_text.splitlines()]
+        done = len(self.history)
+        if state["trainer"] != type(self).__name__ or done > self.config.steps:
+            raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
+                           f"{self.config.steps} of {type(self).__name__} are asked for")
+        self.lora.load(state["adapter"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def train(self):
         config = self.config
@@ -837,15 +852,18 @@ def parse_args(argv=None, **defaults):
         config.prompts = str(path.with_name("prompts.txt").absolute())
         if typed.prompts and RANK == 0:
             print(f"prompts: those of {config.prompts}, where you can change them", flush=True)
-    # Paths are saved with the run, which may be resumed in another directory.
+    make_absolute(config)
+    check_settings(config)
+    return config
+
+def make_absolute(config):
+    """Paths are saved with the run, which may be resumed in another directory."""
     for name in "model adapter wrapper prompts out resume".split():
         path = getattr(config, name)
         if path and (name == "out" or os.path.exists(path.rpartition(":")[0] or path)):
             setattr(config, name, os.path.abspath(path))
     parts = [part.strip() for part in config.reward.split(",")]
     config.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
-    check_settings(config)
-    return config
 
 def check_settings(config):
     """Refuses what would waste hours in silence, or the time in which a model is loaded."""

@@ -244,7 +244,6 @@ def test_the_clip_by_hand(ratio, advantage, clip_range, surrogate, moves):
         loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, clip_frac=float(not moves)))
 
 @algorithm
-@algorithm
 def test_a_ratio_beyond_all_measure_gives_no_nan():
     """exp(100) is infinite in fp32, and infinity times 0 is NaN: the step was lost."""
     new = torch.tensor([[100.0, -100.0, 0.5]] * 3, requires_grad=True)
@@ -253,6 +252,7 @@ def test_a_ratio_beyond_all_measure_gives_no_nan():
     assert math.isfinite(sum(metrics.values()))
     assert new.grad.isfinite().all()
 
+@algorithm
 def test_the_ratio_is_of_a_token():
     """That of a whole sequence (GSPO) has a loss of -0.866 here, and passed all other tests."""
     new = torch.tensor([[1.5, 0.5]]).log()
@@ -783,7 +783,8 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, pa
     assert kl > 1e-3
     spy = trainer.wrapper.compute_logprobs = mock.Mock(side_effect=compute)
     metrics = trainer.train_step(rollout, advantages)
-    assert spy.call_count == passes
+    own = [call for call in spy.mock_calls if call.args[0].prompts[0]]  # a patch has empty ones
+    assert len(own) == passes
     assert metrics.get("kl") == (approx(kl, rel=1e-3) if kl_coef else None)
     advantages[:4] = 0  # a group without spread still counts for the KL
     assert trainer.train_step(rollout, advantages).get("kl") == metrics.get("kl")

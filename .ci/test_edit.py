@@ -157,7 +157,7 @@ def test_squares(tmp_path, run, monkeypatch):
     assert last > first + 0.1 and right[1] > right[0] + 0.1
 
 @pytest.mark.parametrize("name, flags", [
-    ("edit.py:EditWrapper", "--model seeing"), ("flow.py:Painter", "--model ar --decode-steps 3 --guidance 1")])
+    ("edit.py:EditWrapper", "--model seeing"), ("flow.py:DiT", "--model ar --decode-steps 3 --guidance 1")])
 def test_resumed_from_another_folder(name, flags, tmp_path, monkeypatch):
     """Another model, prompts without their sources, or an AR half without its adapter would go on in silence."""
     monkeypatch.chdir(tmp_path)

@@ -69,12 +69,13 @@ def test_the_dit_has_a_gradient_in_eval_mode(monkeypatch, repacks):
     """Where a CPU has AVX512-BF16, a layer of bitsandbytes repacks its weight in eval mode and has no gradient then."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: repacks)
     config = dict(kl_coef=0.0, decode_steps=2, group_size=2)
-    painter = flow.Painter(load_glm_image(four_bits.GLMImage4Bit, **config))
-    assert not painter.policy.training and len(find_layers(painter.policy)) == 6
-    lora = grpo.LoRA(painter.policy, painter.lora_layers, 4)
+    dit = flow.DiT(load_glm_image(four_bits.GLMImage4Bit, **config))
+    dit.explores = True  # as in training
+    assert not dit.policy.training and len(find_layers(dit.policy)) == 6
+    lora = grpo.LoRA(dit.policy, dit.lora_layers, 4)
     perturb(lora)
-    rollout = painter.sample(["red"], 2, [1])
-    logprobs, _ = painter.compute_logprobs(rollout)
+    rollout = dit.sample(["red"], 2, [1])
+    logprobs, _ = dit.compute_logprobs(rollout)
     torch.testing.assert_close(logprobs.detach(), rollout.logprobs, rtol=0, atol=1e-6)
     logprobs[0].sum().backward()
     assert all(weight.grad.abs().max() > 0 for weight in lora.weights.values())

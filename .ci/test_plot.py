@@ -234,8 +234,8 @@ def test_a_run_that_was_moved_keeps_its_id(tmp_path, send, stand_in, move):
 def test_a_follower_that_is_started_with_the_training(tmp_path, run, monkeypatch, stand_in):
     """It said that there is no folder of a run, as the model was still being loaded. It does not wait for ever."""
     monkeypatch.setattr("examples.follow.SECONDS", 0.01)
-    begin = threading.Timer(0.5, lambda: make_run(tmp_path / "mine"))
-    begin.start()
+    made = make_run(tmp_path / "made")
+    threading.Timer(0.5, lambda: made.rename("mine")).start()
     code, out, error = run("plot", "mine --wandb project")
     assert code == 0 and [step for _, step, _ in stand_in] == [0, 1, 2], error
     assert out.startswith("mine: is no folder of a run yet; this waits until one begins there\n")
