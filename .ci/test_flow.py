@@ -165,7 +165,7 @@ def test_settings_of_the_run_arrive(run, monkeypatch, half, other, name):
     run("flow", f"--model=run --{name} {typed}")
     assert [getattr(config, name) for config in given] == [value, value, typed]
     assert given[0].wrapper == f"{ROOT}/examples/{other}"
-    assert given[0].lr == (0.002 if half == "DiT" else 5e-5)  # the tiny model's own is for its AR half
+    assert given[0].lr == (0.002 if half == "DiT" else grpo.Config.lr)  # the tiny model's own is for its AR half
 
 ROUNDS = dict(dit="ar", ar2="dit", dit2="ar2")  # and the run over which each is trained
 
