@@ -100,7 +100,8 @@ assert trained == [False, False, True]
 
 # %% [markdown]
 """
-Beside so small a model the LoRA looks large. Beside GLM-Image it is one weight in a hundred.
+Beside so small a model the LoRA looks large. In GLM-Image it has about a hundredth of the AR half's
+weights.
 
 ## 2. Draw a group of 8
 
@@ -220,7 +221,8 @@ print(f"equal rewards by hand: advantages of {careless[0]:.3f}")
 # %% [markdown]
 """
 The last line shows what is easy to get wrong. By hand, equal rewards got advantages, because the
-rounding error of their mean was divided by 1e-6.
+rounding error of their mean was divided by 1e-6. `compute_advantages` first subtracts one of the
+rewards from all, which leaves equal ones at exactly 0.
 
 ## 4. The same log-probs again, and three traps
 
@@ -302,8 +304,8 @@ axes.legend(loc="upper left", fontsize=8);
 
 # %% [markdown]
 """
-The next section says what happens outside of the gold band: there, the update takes a code for one
-that has already changed enough. Without top-p, all codes are outside before anything has been
+The next section says what happens outside of the gold band: there, the update may take a code for
+one that has already changed enough. Without top-p, all codes are outside before anything has been
 learnt. Without positions, so are many, by chance. In bf16 this model with its single layer is good
 enough; in a deep one the error is [larger](figures.md#how-far-bf16-rounds). That is why
 `train_step` compares with the log-probs of its own first pass, and not with those of the sampler.
@@ -483,8 +485,9 @@ minus the base model's log-prob over all codes, by a formula that cannot be nega
 LoRA is the base model.
 
 The loss has this KL as a second term, with the weight `--kl-coef`, which pulls the policy back to
-the base model. (PPO for language models often subtracts it from the reward instead.) How hard
-should it pull? Three values:
+the base model. With one update per rollout, it is all that one sees of the loss in a run's log.
+(PPO for language models often subtracts it from the reward instead.) How hard should it pull? Three
+values:
 """
 
 # %%
@@ -540,8 +543,8 @@ assert fall[-5:].mean() < fall[:5].mean() - 0.03
 
 # %% [markdown]
 """
-In uneven steps, the reward does what a reward should do. Nothing in its curve warns you, and
-nothing ever will. What warns you are the pictures, and a second reward that is only watched.
+In uneven steps, the reward does what a reward should do. Nothing in its curve warns you. What warns
+you are the pictures, and a second reward that is only watched.
 
 ## 9. Held-out prompts
 
