@@ -621,7 +621,7 @@ def test_two_trainers_never_share_a_new_folder(tmp_path, monkeypatch):
         second.train()
     assert read_files(tmp_path) == files
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grpo.time, "strftime", lambda name: "now")
+    monkeypatch.setattr(grpo.time, "strftime", lambda name: name)  # all in one second
     unnamed = [grpo.GRPOTrainer(make_config(), wrapper, ["green"]).out for _ in range(2)]
     assert [out.parent for out in unnamed] == [tmp_path / "runs"] * 2
     assert unnamed[0] != unnamed[1]
