@@ -328,7 +328,9 @@ def count_step(gpu, wrapper, prompts, T):
     rollout = grpo.Rollout(prompts[:1] * 2 * size, torch.zeros(2 * size, T).long(),
                            torch.zeros(2 * size, T), torch.ones(2 * size, T, V).bool())
     with imagine(gpu):
-        trainer = QuietTrainer(config, wrapper, prompts, {})
+        sources = [getattr(prompt, "source", None) for prompt in prompts]
+        with mock.patch.object(grpo, "check_prompts"):  # sources are imagined, too
+            trainer = QuietTrainer(config, wrapper, prompts, {}, sources)
         warm_up(trainer)
         gpu.kept = sum([weight.numel() * 2 for weight in trainer.lora.weights.values()])
         compute_logprobs = wrapper.compute_logprobs
