@@ -119,7 +119,7 @@ def compute_advantages(rewards, group_size):
     return advantages.flatten().float()
 
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
-                      ref_logprobs=None, kl_coef=0):
+                      ref_logprobs=None, kl_coef=0, kl=None):
     """PPO's clipped surrogate (1707.06347) plus a KL to the reference -> loss, {metric: float}.
         ratio = exp(new - old), clipped to 1 - clip_range .. 1 + clip_range
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
@@ -142,7 +142,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     metrics = dict(policy_loss=loss, ratio_mean=ratio.mean(), clip_frac=clip_frac)
     if ref_logprobs is not None:
         delta = (ref_logprobs.detach() - new_logprobs).clamp(max=20)  # exp stays finite
-        kl = (torch.expm1(delta) - delta).mean()  # expm1(x) = exp(x) - 1, exact near 0
+        kl = (torch.expm1(delta) - delta if kl is None else kl).mean()  # exp(x) - 1, exact near 0
         metrics["kl"] = kl
         loss = loss + kl_coef * kl
     metrics["loss"] = loss
@@ -311,7 +311,9 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #       samples on the CPU. Equal seeds give equal samples, whatever else is in the batch.
 #   decode(prompts, tokens, seeds)  step 2: P prompts and seeds, tokens of N samples -> N PIL images
 #   compute_logprobs(rollout)  scores the rollout's tokens under the current policy -> log-probs
-#       with a gradient, entropies without, both [B, T] and on DEVICE
+#       with a gradient, entropies without, both [B, T] and on DEVICE. A third one, with a gradient,
+#       takes the place of k3 as the KL to the policy without its adapters, which is scored first,
+#       without a gradient, if there is a --kl-coef.
 # Each of these layers must be called as a module, and take part in `compute_logprobs`; its weights
 # and inputs have one dtype. Dropout must be off. `sample` and `decode` turn gradients off. A new
 # trainer of the same model assigns another `config`. The wrapper may have `defaults`, a dict of its
@@ -488,13 +490,13 @@ class GRPOTrainer:
         self.optimizer.zero_grad()  # drops those of an interrupted step
         for _ in range(config.num_iterations):
             for i, A in enumerate(advantages.split(size)):
-                new_logprobs, entropy = self.wrapper.compute_logprobs(parts[i])  # [B, T]
+                new_logprobs, entropy, *kl = self.wrapper.compute_logprobs(parts[i])  # [B, T]
                 # The trap of bf16: the sampler rounds differently, so with its log-probs the ratio
                 # would not begin at 1. The old log-probs are those of the first pass here, which
                 # later ones leave as they are.
                 old = old_logprobs.setdefault(i, new_logprobs.detach())
                 loss, metrics = compute_grpo_loss(
-                    new_logprobs, old, A, config.clip_range, ref_logprobs[i], config.kl_coef)
+                    new_logprobs, old, A, config.clip_range, ref_logprobs[i], config.kl_coef, *kl)
                 metrics["entropy"] = entropy.mean().item()
                 # How far the sampler and the trainer disagree: by rounding only, if all is well.
                 metrics["sampler_gap"] = (parts[i].logprobs.to(DEVICE) - old).abs().mean().item()

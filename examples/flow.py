@@ -51,8 +51,6 @@ def check(config):
     """Checks settings before a model is loaded. `main` prints a BadInput on one line."""
     if config.decode_steps < WINDOW:
         raise grpo.BadInput(f"--decode_steps must be at least {WINDOW}, the number of noisy steps")
-    if config.kl_coef > 0:
-        raise grpo.BadInput("--kl_coef must be 0: k3 is negligible for means over pixels")
 
 # --- The DiT as the policy ------------------------------------------------------
 class DiT:
@@ -70,6 +68,7 @@ class DiT:
         self.policy.enable_gradient_checkpointing()
         self.config = ar.config
         self.explores = False  # a trainer does
+        self.references = {}  # means [B, W, C, h, w] of each micro-batch, for the KL
 
     @classmethod
     def from_pretrained(cls, path, config):
@@ -146,6 +145,7 @@ class DiT:
         large = drawn.tokens[:, -h * w:]  # without the draft, which is not painted
         if not explores:
             return drawn._replace(tokens=large)
+        self.references.clear()
         self.ar.move_to_gpu(self.ar.dit)
         large = large.view(-1, h, w)
         codes = torch.kron(large, large.new_ones(1, 2, 2)).flatten(1)  # [P, K]
@@ -191,7 +191,10 @@ class DiT:
         return torch.stack(kept, dim=1), torch.stack(logprobs, dim=1)
 
     def compute_logprobs(self, rollout):
-        """Repeats the noisy steps -> log-probs with a gradient, entropy [B, W]."""
+        """Repeats the noisy steps -> log-probs with a gradient, entropy, and the exact KL of each
+        step to the reference, all [B, W]. A trainer that has a --kl-coef scores a rollout by the
+        reference first, without a gradient. KL of Gaussians that share their std, as a mean over
+        pixels: mean((mean - ref_mean)^2) / (2 std^2)."""
         if rollout.tokens.dim() == 2:
             raise grpo.BadInput("the DiT has log-probs of its latents, and none of codes")
         halves.keep_frozen(self)
@@ -200,12 +203,17 @@ class DiT:
         start = rollout.allowed[0, 0].item()
         codes = rollout.allowed[:, 1:].to(DEVICE)
         latents = rollout.tokens.to(DEVICE)
-        logprobs = []
-        for k in range(WINDOW):
-            mean, std = self.predict(latents[:, k], start + k, text, codes, NOISE_LEVEL)
-            logprobs.append(score(latents[:, k + 1], mean, std))
-        logprobs = torch.stack(logprobs, dim=1)
-        return logprobs, -logprobs.detach()  # the std is fixed: entropy is not learned
+        steps = [self.predict(latents[:, k], start + k, text, codes, NOISE_LEVEL)
+                 for k in range(WINDOW)]
+        logprobs = torch.stack(
+            [score(latents[:, k + 1], *steps[k]) for k in range(WINDOW)], dim=1)
+        means = torch.stack([mean / std for mean, std in steps], dim=1)
+        key = rollout.tokens.data_ptr()
+        if not torch.is_grad_enabled():
+            self.references[key] = means
+        reference = self.references.get(key, means.detach())
+        kl = (means - reference).square().mean(dim=(2, 3, 4)) / 2
+        return logprobs, -logprobs.detach(), kl  # the std is fixed: entropy is not learned
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):
