@@ -914,7 +914,7 @@ def main(argv=None, **defaults):
             if isinstance(error.__cause__, BUGS):
                 traceback.print_exception(error.__cause__)
             line = " ".join(f"{Path(sys.argv[0]).name}: error: {error}".split())
-            print(*[line, how][:1 + bool(how)], sep="\n", file=sys.stderr)
+            print(f"{line}\n{how}".rstrip(), file=sys.stderr)
             sys.exit(2)
         error.add_note(how)
         raise

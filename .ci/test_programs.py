@@ -99,8 +99,9 @@ def test_tables_of_precision(monkeypatch, capsys):
     precision.main()
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[:2] for row in rows] == [["2", "5e-05"], ["2", "0.0001"], ["2", "1e-06, random signs"]]
-    for _, _, _, two, one, *_ in rows[:2]:
-        assert float(two.split()[0]) < 0.6 and 0.8 < float(one.split()[0]) < 1.2, rows
+    for _, _, _, *slopes in rows[:2]:
+        two, one, merged = [float(slope.split()[0]) for slope in slopes[:3]]
+        assert two < 0.6 and 0.8 < one < 1.2 and merged < 0.6, rows
 
 @pytest.mark.parametrize("gpu, host", [(15, 64), (80, 31)])
 def test_room_for_random_weights(imagined, monkeypatch, capsys, gpu, host):

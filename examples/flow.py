@@ -191,10 +191,10 @@ class DiT:
         return torch.stack(kept, dim=1), torch.stack(logprobs, dim=1)
 
     def compute_logprobs(self, rollout):
-        """Repeats the noisy steps -> log-probs with a gradient, entropy, and the exact KL of each
-        step to the reference, all [B, W]. A trainer that has a --kl-coef scores a rollout by the
-        reference first, without a gradient. KL of Gaussians that share their std, as a mean over
-        pixels: mean((mean - ref_mean)^2) / (2 std^2)."""
+        """Repeats the noisy steps -> log-probs with a gradient, entropy [B, W]; and the exact KL of
+        each step to the reference [B, W], if this has scored the same part before, without a
+        gradient, as it does for a trainer that has a --kl-coef. KL of Gaussians that share their
+        std, as a mean over pixels: mean((mean - ref_mean)^2) / (2 std^2)."""
         if rollout.tokens.dim() == 2:
             raise grpo.BadInput("the DiT has log-probs of its latents, and none of codes")
         halves.keep_frozen(self)
@@ -209,11 +209,13 @@ class DiT:
             [score(latents[:, k + 1], *steps[k]) for k in range(WINDOW)], dim=1)
         means = torch.stack([mean / std for mean, std in steps], dim=1)
         key = rollout.tokens.data_ptr()
+        entropy = -logprobs.detach()  # the std is fixed: entropy is not learned
         if not torch.is_grad_enabled():
             self.references[key] = means
-        reference = self.references.get(key, means.detach())
-        kl = (means - reference).square().mean(dim=(2, 3, 4)) / 2
-        return logprobs, -logprobs.detach(), kl  # the std is fixed: entropy is not learned
+        if key not in self.references:
+            return logprobs, entropy
+        kl = (means - self.references[key]).square().mean(dim=(2, 3, 4)) / 2
+        return logprobs, entropy, kl
 
     @torch.no_grad()
     def decode(self, prompts, tokens, seeds):

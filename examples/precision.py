@@ -69,6 +69,12 @@ def two_roundings(lora, linear, inputs):
     A, B = lora.cast(linear, inputs.dtype)
     return output + 2 * (inputs @ A.T @ B.T)
 
+def merged(lora, linear, inputs):
+    """The adapters merged into the weights in fp32, which are rounded afterwards."""
+    A, B = lora.pairs[linear]
+    weight = (linear.weight.float() + 2 * B @ A).to(inputs.dtype)
+    return F.linear(inputs, weight, linear.bias)
+
 class Experiment:
     """A rollout in bf16, and adapters whose B is set to any multiple of Adam's first step. The
     policy is in fp32 afterwards, where a backward pass takes a CPU much less time."""
@@ -121,12 +127,13 @@ def measure_layers(wrapper, layers, group_size, rates):
     wrapper.policy.bfloat16()  # the same weights: they came from bf16
     two, floor_two = experiment.change(rates, two_roundings)
     one, floor_one = experiment.change(rates, grpo.LoRA.forward)
-    for rate, truth, *changes in zip(rates, truths, two, one):
+    into, floor_into = experiment.change(rates, merged)
+    for rate, truth, *changes in zip(rates, truths, two, one, into):
         slopes = ["%.2f ± %.2f" % compute_slope(change, truth) for change in changes]
         kls = [f"{compute_kl(change):.2g}" for change in (truth, *changes)]
         print_row(layers, f"{rate:g}", f"{truth.abs().mean():.4f}", *slopes, *kls)
-    kls = [f"{compute_kl(change):.2g}" for change in (still, floor_two, floor_one)]
-    print_row(layers, f"{FLOOR:g}, random signs", "", "", "", *kls)
+    kls = [f"{compute_kl(change):.2g}" for change in (still, floor_two, floor_one, floor_into)]
+    print_row(layers, f"{FLOOR:g}, random signs", "", "", "", "", *kls)
 
 # --- How far bf16 rounds at depth -----------------------------------------------
 DEPTHS = [(10, 0.04, 16), (20, 0.04, 16), (40, 0.04, 16), (40, 0.08, 16),  # layers, init, bits
@@ -178,8 +185,8 @@ def main():
     if args.table == "order":
         measure_order()
         parser.exit()
-    print_head("layers | lr | true change | slope, two roundings | slope, one | true kl | "
-               "kl, two | kl, one")
+    print_head("layers | lr | true change | slope, two roundings | slope, one | slope, merged | "
+               "true kl | kl, two | kl, one | kl, merged")
     for layers in args.layers:
         torch.manual_seed(0)
         wrapper = make(args.model, layers, args.group_size)
