@@ -426,7 +426,8 @@ class GRPOTrainer:
         if len({*seen}) > 1:
             if RANK == 0 and not os.listdir(self.out):
                 self.out.rmdir()  # it was made for this start
-            raise BadInput(f"--out {self.out}: must be on a disk that all machines share")
+            raise BadInput(f"--out {self.out}: must be on a disk that all machines share, and the "
+                           "same path on each")
 
     def load(self, path):
         state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
@@ -907,7 +908,8 @@ def main(argv=None, **defaults):
         trainer.train()
     except BaseException as error:  # whatever ends a run, its last line says how to go on
         begun = trainer and trainer.started
-        how = f"To go on: python grpo.py --resume '{trainer.out}'" if begun else ""
+        program = "torchrun .." if WORLD_SIZE > 1 else "python"
+        how = f"To go on: {program} grpo.py --resume '{trainer.out}'" if begun else ""
         if isinstance(error, KeyboardInterrupt):
             sys.exit(f"\nStopped. {how}".rstrip() if RANK == 0 else 1)
         if isinstance(error, BadInput):

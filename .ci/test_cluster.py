@@ -146,15 +146,16 @@ def test_two_disks_are_refused(nodes, steps, first, second, ranks):
     assert before == {path: path.read_bytes() for node in nodes for path in node.glob("run/**/*") if path.is_file()}
 
 def test_two_disks_are_refused_at_every_restart(tmp_path, nodes):
-    """The page's line for several machines: `--max-restarts` tries again what was refused."""
-    line, = re.findall(r"^torchrun --nnodes .*?--resume \S+", PAGE, re.DOTALL | re.MULTILINE)
-    for old, new in {"--nproc-per-node 8": "--nproc-per-node 1", "--max-restarts 3": "--max-restarts 1",
-                     "$HEAD:29500": f"127.0.0.1:{find_port()}", "/shared/": ""}.items():
-        assert old in line
-        line = line.replace(old, new)
-    assert 0 not in run_lines(tmp_path, nodes, ["-c", f"{line} {TOY} --model toy"])
+    """The page's lines for several machines: `--max-restarts` tries again what was refused. Without the variable, the
+    second try may find the port of the first, and hang."""
+    lines, = re.findall(r"^export HEAD.*?--resume \S+", PAGE, re.DOTALL | re.MULTILINE)
+    for old, new in {"--nproc-per-node 8": "--nproc-per-node 1", "--max-restarts 3": "--max-restarts 2",
+                     "HEAD=node1": "HEAD=127.0.0.1", "29500": str(find_port()), "/shared/": ""}.items():
+        assert old in lines
+        lines = lines.replace(old, new)
+    assert 0 not in run_lines(tmp_path, nodes, ["-c", f"{lines} {TOY} --model toy"])
     for node in nodes:
-        assert len(re.findall(rf"^grpo.py: error: .*{REFUSED}$", (node / "log").read_text(), re.MULTILINE)) == 2
+        assert len(re.findall(rf"^grpo.py: error: .*{REFUSED}", (node / "log").read_text(), re.MULTILINE)) == 3
         assert not (node / "runs/foxes/metrics.jsonl").exists()
 
 def test_without_out_the_first_process_names_the_folder(tmp_path, nodes):

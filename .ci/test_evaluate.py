@@ -243,7 +243,7 @@ def test_rewards_that_disagree(capsys):
     """Of three pairs of images of the first prompt the two agree on one; on the second prompt's on all."""
     rows = [dict(a=[1, 2, 3], b=[2, 1, 0.5]), dict(a=[1, 2, 3], b=[1, 2, 3])]
     tables.print_agreement("step 0", rows, ["a", "b"])
-    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == "a, b +0.000".split()
+    assert capsys.readouterr().out.splitlines()[-1].split() == "a, b +0.000 -1.000 .. +1.000".split()
     assert find_agreement([1, 2, 3], [2, 1, 3]) == pytest.approx(1 / 3)
 
 # --- While a run goes on ------------------------------------------------------------------------------------

@@ -1,15 +1,18 @@
 """The tables that evaluate.py prints. `results` has a list for each adapter, with a dict for each
 prompt: {measure: a score for each sample}.
 """
-import itertools
+import itertools, math
 
 import numpy as np
 
 from examples.intervals import find_agreement, find_crossing, find_interval, weigh_best
 
-def show_interval(values):
+def show_interval(values, limit=math.inf):
+    """Of a measure that lies within -limit .. limit: normal approximations do not know this."""
     interval = find_interval(values)
-    return "{:+.3f} .. {:+.3f}".format(*interval) if interval else f"{'-':^16}"
+    if interval is None:
+        return f"{'-':^16}"
+    return "{:+.3f} .. {:+.3f}".format(*np.clip(interval, -limit, limit))
 
 def show_margin(values):
     """A mean and half of its interval."""
@@ -121,4 +124,4 @@ def print_agreement(label, rows, names):
         print(f"\nOn two images of a prompt of {label}, rewards prefer the same (1) or not (-1):")
     for a, b in pairs:
         values = [find_agreement(row[a], row[b]) for row in rows]
-        print(f"  {f'{a}, {b}':27}{np.mean(values):+8.3f}          {show_interval(values)}")
+        print(f"  {f'{a}, {b}':27}{np.mean(values):+8.3f}          {show_interval(values, 1)}")
