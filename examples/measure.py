@@ -92,9 +92,11 @@ def make_real(device, ar_layers=40, dit_layers=30):
         small.tokenizer, small.processor, t5, ar, vae, dit, small.scheduler)
 
 # --- Counting what Python asks of a device -------------------------------------
-# Each token is drawn by Python, to be counted.
-WITHOUT_GRAPH = mock.patch.object(torch.cuda, "make_graphed_callables",
-                                  lambda forward, *_, **__: forward)
+def without_graph():
+    """Inside, each token is drawn by Python, to be counted."""
+    return mock.patch.object(
+        torch.cuda, "make_graphed_callables", lambda forward, *_, **__: forward)
+
 NO_KERNEL = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty,
              aten.new_empty_strided, aten._local_scalar_dense}
 
@@ -287,7 +289,7 @@ def imagine(gpu):
         mock.patch.object(torch, "tensor", make_tensor),
         mock.patch.object(F, "scaled_dot_product_attention", gpu.attend),
         mock.patch.object(F, "rms_norm", Normalize.apply),
-        WITHOUT_GRAPH,
+        without_graph(),
         mock.patch.object(scheduler, "index_for_timestep", return_value=0),
         gpu,
     ):
@@ -548,7 +550,7 @@ def report_kernels(config, trainer, prompt):
     dit = wrapper.pipe.transformer
     ids, mask, _ = wrapper.encode([prompt])
     few = skip_tokens(wrapper.forward, mask.shape[1] - ids.shape[1])
-    with WITHOUT_GRAPH, CountOperations() as counter:
+    with without_graph(), CountOperations() as counter:
         forward, tokens = counter.note(few)
         with mock.patch.object(wrapper, "forward", forward):
             rollout = wrapper.sample([prompt], config.group_size, [0])
