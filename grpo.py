@@ -836,14 +836,15 @@ def parse_args(argv=None, **defaults):
     same = typed.out and Path(typed.out).resolve() == path.parent.resolve()
     saved = {}
     if typed.resume and (not same or path.exists()):
+        attempt("--resume: must be the folder of a run", path.stat)
         saved = override(parser, path)
     else:
         own = getattr(import_name(typed.wrapper), "defaults", None) or {}
         override(parser, f"{typed.wrapper}, `defaults`", own)
         model = parser.parse_args(argv).model
         path = Path(model, "grpo.json")
-        # A wrapper without a model of its own is not the tiny GLM-Image.
-        if path.is_file() and (model != TINY_MODEL or not typed.wrapper):
+        # A wrapper that names no model is not the tiny GLM-Image.
+        if path.is_file() and (model != TINY_MODEL or not typed.wrapper or "model" in own):
             override(parser, path)
     config = Config(**vars(parser.parse_args(argv)))
     repeats = config.batch_size != saved.get("batch_size", config.batch_size)  # prompts, with seeds

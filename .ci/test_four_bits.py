@@ -110,6 +110,11 @@ def runs(tmp_path_factory):
                   f"--save-every 1 --steps {steps} --out {runs}/{name}".split())
     return runs
 
+def test_without_flags_it_is_the_tiny_model():
+    """It took the settings of the large one, and a step of the tiny model lasted minutes."""
+    config = grpo.parse_args([], wrapper=f"{FILE}:GLMImage4Bit")
+    assert vars(config) == vars(grpo.parse_args([])) | dict(wrapper=str(FILE) + ":GLMImage4Bit")
+
 def test_a_run_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
     """From another directory: the weights are rounded anew, and must be rounded alike."""
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,9 @@
 """
 # The tour: GRPO on image tokens, by running it
 
+GRPO is Group Relative Policy Optimization ([2402.03300](https://arxiv.org/abs/2402.03300)), a
+simple relative of PPO, Proximal Policy Optimization.
+
 ```bash
 pip install -r requirements.txt matplotlib jupyter
 jupyter lab docs/tour.ipynb
@@ -29,15 +32,16 @@ weights, and draws squares of eight colours.
 
 # %%
 import contextlib, dataclasses, io, os, sys, tempfile
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}  # no GPU, no progress bars,
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of this fits a CPU
+os.environ["TQDM_DISABLE"] = "1"  # no progress bars,
 sys.modules["tqdm.notebook"] = None  # nor those of Jupyter
 sys.path.insert(0, "..")  # the folder of grpo.py
+import grpo  # before torch, which reads when it is imported how threads are to wait
 import diffusers, matplotlib, torch, transformers
 import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image
 from torch import nn
-import grpo
 
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True})
 for module in (torch, transformers, diffusers, np, matplotlib):
@@ -71,13 +75,16 @@ One turn of this loop is a step of training ([`GRPOTrainer.train`](../grpo.py)).
   ([`GLMImageWrapper`](../grpo.py)).
 - A **code** is an image token, a number that stands for a part of a picture: one of 8 here, one of
   16,384 in GLM-Image.
-- The other half of GLM-Image, a diffusion transformer (DiT) and the decoder of a VAE, paints the
-  codes ([`GLMImageWrapper.decode`](../grpo.py)). It stays as it is.
-- The **reward** is any number that says how good a picture is. There are no pictures to learn from;
-  prompts and this number are all that you bring. It need not be differentiable, as no gradient
-  passes through the picture.
+- The other half of GLM-Image, a diffusion transformer (DiT) and the decoder of an autoencoder
+  (VAE), paints the codes ([`GLMImageWrapper.decode`](../grpo.py)). It stays as it is.
+- The **reward** is any number that says how good a picture is. Nobody shows the policy a right
+  answer; prompts and this number are all that you bring. It need not be differentiable: section 5
+  shows how a gradient comes from it all the same.
 - The **advantage** says how much better a picture is than the others for the same prompt. It is all
   that the policy hears of the reward.
+
+For those who know PPO: an action is a code, an episode is a picture, its reward comes with the last
+code, and there is no discount.
 
 The AR half's own weights stay as they are, too. A **LoRA** adds the product of two small matrices
 to each of its linear layers, and only these matrices are trained ([`LoRA`](../grpo.py)).
@@ -124,7 +131,7 @@ def show(*rows, titles=(), cmap=palette, vmin=0, vmax=7):
 
 # %%
 prompt = "a red fox"
-rollout = wrapper.sample([prompt], group_size=8, seeds=[1])
+rollout = wrapper.sample([prompt], group_size=config.group_size, seeds=[1])  # a seed per prompt
 images = wrapper.decode([prompt], rollout.tokens, seeds=[1])
 
 def split(values):
@@ -155,9 +162,9 @@ assert torch.equal(distances.argmin(1), grid)
 
 # %% [markdown]
 """
-Before the grid that is painted, GLM-Image writes a draft, of 16 x 16 codes, which is not. How
-certain is the policy of each code? That is its **entropy**: 0 if it would always draw the same
-code, and the logarithm of 8 if all eight were equally likely
+Before the grid, GLM-Image writes a draft of 16 x 16 codes, which is not painted: the grid's codes
+are chosen in its light. How certain is the policy of each code? That is its **entropy**: 0 if it
+would always draw the same code, and the logarithm of 8 if all eight were equally likely
 ([`GLMImageWrapper.compute_logprobs`](../grpo.py)).
 """
 
@@ -171,21 +178,24 @@ for each, name, values in zip(axes, ("draft", "grid"), (entropy_draft[0], entrop
     each.set_title(f"{name}: {values.mean():.2f}")
     each.axis("off")
 plt.colorbar(picture, ax=axes, label="entropy of each code")
+print(f"mean over all {entropy.shape[1]} codes: {entropy.mean():.3f}")
 assert entropy_draft.max() < 0.01 and entropy_grid.min() > 1.5
 assert (draft == draft[0, 0, 0]).all()
 
 # %% [markdown]
 """
 This policy is certain of its draft, which is the same in all pictures. It is far from certain of
-the 16 codes of the grid, and these are all that it can learn to choose better.
+the 16 codes of the grid, and these are all that it can learn to choose better: a code that is never
+drawn is never compared with another. Remember the mean over all codes. A log shows such means, and
+16 codes of 272 have nearly all that there is in them.
 
 ## 3. Score it, and compare
 
 The reward `color` says how close the mean colour of a picture is to the colour that its prompt
 names ([`reward_color`](../grpo.py)). The advantages are the rewards minus the mean of the group,
-divided by the std of the group, so that the scale of a reward does not matter
-([`compute_advantages`](../grpo.py)). The `None` are targets, pictures to imitate, which this reward
-does not need.
+divided by the std of the group (plus 1e-6, in case it is 0), so that the scale of a reward does not
+matter ([`compute_advantages`](../grpo.py)). The `None` are targets, pictures to imitate, which this
+reward does not need.
 """
 
 # %%
@@ -201,11 +211,11 @@ show(images, titles=[f"r {r:.3f}\nA {A:+.2f}" for r, A in zip(rewards, advantage
 """
 That is what a group is for: its mean says what can be expected of the policy for this prompt, so a
 picture is not praised for an easy prompt, nor blamed for a hard one. In PPO a second network, the
-value network, learns to say this.
+value network, learns to say this, code by code. Here all codes of a picture share one advantage.
 
 Three things follow. The advantages of a group sum to 0. If all rewards of a group are equal, its
-advantages are 0, and it teaches nothing. And a constant that is added to all rewards changes
-nothing, even one of 1e8:
+advantages are 0, and they teach nothing: in a run's log, `reward_std` is then 0. And a constant
+that is added to all rewards changes nothing, even one of 1e8:
 """
 
 # %%
@@ -240,18 +250,18 @@ assert torch.allclose(rollout.logprobs, logprobs, atol=1e-5)
 
 # %% [markdown]
 """
-(At the top right are the codes of the drafts and at the bottom left all colours but red, each of
-which is seldom drawn.)
+(At the top right are the codes of the drafts, in the middle red squares, and at the bottom left
+those of other colours, each of which is seldom drawn.)
 
-They agree. It takes little for them not to. Let us step into three traps on purpose; none of them
+They agree. A small mistake would end this. Let us step into three traps on purpose; none of them
 gives an error.
 
 - **No positions.** A code has a row and a column. `transformers` counts these in `generate` only,
   and a plain forward pass takes the picture for a line of text
   ([`build_position_ids`](../grpo.py)).
 - **No top-p.** With top-p 0.75 the sampler draws only from the likeliest codes, those that together
-  have a probability of 0.75. So the rollout keeps which codes were `allowed`. A trainer that takes
-  the softmax over all codes has the log-probs of another policy
+  have a probability of at least 0.75. So the rollout keeps which codes were `allowed`. A trainer
+  that takes the softmax over all codes has the log-probs of another policy
   ([`compute_policy_logprobs`](../grpo.py)).
 - **bf16.** A sampler that computes in 16 bits rounds, so that its log-probs are not quite those of
   the trainer ([`GRPOTrainer.train_step`](../grpo.py)).
@@ -304,11 +314,17 @@ axes.legend(loc="upper left", fontsize=8);
 
 # %% [markdown]
 """
-The next section says what happens outside of the gold band: there, the update may take a code for
-one that has already changed enough. Without top-p, all codes are outside before anything has been
-learnt. Without positions, so are many, by chance. In bf16 this model with its single layer is good
-enough; in a deep one the error is [larger](figures.md#how-far-bf16-rounds). That is why
-`train_step` compares with the log-probs of its own first pass, and not with those of the sampler.
+The gold band is what the next section calls the clip. Outside of it, the update may take a code for
+one that has already changed enough. If only the sampler has top-p, all codes are outside before
+anything has been learnt. Without positions the trainer scores with another model, and any ratio is
+possible. In bf16 this model with its single layer is good enough; in a deep one the error is
+[larger](figures.md#how-far-bf16-rounds).
+
+That is why `train_step` does not compare with the log-probs of the sampler, but with those of its
+own first pass: then each ratio begins at 1. Beware, this hides the first two traps, and does not
+mend them: the gradient would be that of another policy, and no ratio would tell. What tells is
+`sampler_gap`, a column of the log, which is the mean error of the bar chart over all codes. It must
+be as small as rounding.
 
 ## 5. Why the loss prints 0, and its gradient does not
 
@@ -319,7 +335,7 @@ and the norm of its gradient by the weights of the LoRA ([`compute_grpo_loss`](.
 # %%
 new, _ = wrapper.compute_logprobs(rollout)  # [8, 272], with a gradient
 new.retain_grad()
-old = new.detach()
+old = new.detach()  # those of the first pass, which this is
 loss, _ = grpo.compute_grpo_loss(new, old, advantages, clip_range=0.2)
 loss.backward()
 grad_norm = torch.stack([weight.grad.norm() for weight in lora.weights.values()]).norm()
@@ -334,9 +350,16 @@ advantages, and that is 0 in every group, *whatever the pictures look like*. So 
 nothing; watch the reward.
 
 Its gradient by the log-prob of a code does: it is minus the advantage of the picture, divided by
-the number of codes. That is the last line. A step against this gradient raises the log-probs of the
-codes of better pictures and lowers those of worse ones. It is what REINFORCE, the oldest policy
-gradient, does.
+the number of all codes, 8 x 272. That is the last line. A step against this gradient raises the
+log-probs of the codes of better pictures and lowers those of worse ones. It is the gradient of a
+cross-entropy loss on the policy's own pictures, in which the advantages are the weights.
+
+Why is this the right direction? The mean reward is the sum, over all pictures that are possible, of
+probability x reward. The gradient of a probability is the probability x the gradient of its
+logarithm. So the gradient of the mean reward is the mean of reward x gradient of the log-prob over
+the pictures that the policy draws, which a few of them estimate. The reward itself is never
+differentiated. To subtract the mean of the group only takes noise out of it. This is REINFORCE, the
+oldest policy gradient.
 
 Then what is the ratio for? For a second update with the same rollout, whose codes were drawn by a
 policy that is no longer quite the same. Here PPO's **clip** comes in: the advantage is also
@@ -350,8 +373,8 @@ ratios = torch.linspace(0.5, 1.5, 101)
 _, (first, second) = plt.subplots(1, 2, figsize=(8, 2.4))
 for A, name in ((1.0, "good picture, A = 1"), (-1.0, "bad picture, A = -1")):
     log_ratios = ratios.log().requires_grad_()
-    surrogates = torch.cat([-grpo.compute_grpo_loss(each, each * 0, torch.tensor([A]))[0][None]
-                            for each in log_ratios.split(1)])
+    surrogates = torch.stack([-grpo.compute_grpo_loss(each, 0 * each, torch.tensor([A]))[0]
+                              for each in log_ratios.split(1)])
     slopes, = torch.autograd.grad(surrogates.sum(), log_ratios)
     first.plot(ratios, surrogates.detach(), label=name)
     second.plot(ratios, slopes)
@@ -363,16 +386,20 @@ first.legend(fontsize=8);
 
 # %% [markdown]
 """
-Where it is flat, a code has no gradient. If it belongs to a good picture and has become 1.2 times
-as likely, that is enough for one rollout; and so it is if it belongs to a bad picture and has
-become 0.8 times as likely. In the other direction there is no limit: a code of a bad picture that
-became likelier is always pushed back. The log's `clip_frac` is the share of codes where it is flat.
-With one update per rollout it is 0, because each ratio is 1; to see it above 0, train with
-`--num-iterations 2`.
+Elsewhere the slope is ratio x advantage. Where the surrogate is flat, a code has no gradient. If it
+belongs to a good picture and has become 1.2 times as likely, it pushes no further, nor if it
+belongs to a bad picture and has become 0.8 times as likely. (Other codes may still move it, as they
+share its weights.) In the other direction there is no limit: a code of a bad picture that became
+likelier is always pushed back.
+
+The share of codes where it is flat is `clip_frac`, which a run writes to its metrics.jsonl. With
+one update per rollout, which is the default, it is 0, because each ratio is 1; to see it above 0,
+train with `--num-iterations 2`.
 
 ## 6. One update by hand, and the same group again
 
-The gradients are there. One step of AdamW, and then *the same codes* are scored again:
+The gradients are there. One step of AdamW, and then *the same codes* are scored again. (A first
+step of Adam moves every weight by the learning rate, however small the gradient.)
 """
 
 # %%
@@ -388,13 +415,15 @@ axes.axhline(0, color="silver")
 axes.scatter(advantages, change_of_picture)
 axes.set(xlabel="advantage of a picture", ylabel="mean change of log-prob")
 axes.set_title(f"correlation {correlation:.2f}")
+print(f"learning rate {config.lr}")
 assert correlation > 0.5
 
 # %% [markdown]
 """
-On the whole, codes of better pictures became likelier, and those of worse pictures less likely.
-Which ones were they? Below each picture is a map: a green square became likelier, a pink one less
-likely.
+On the whole, codes of better pictures became likelier, and those of worse pictures less likely. It
+does not hold for each picture, because good and bad ones have many codes in common, and all share
+their weights. Which codes were they? Below each picture is a map: a green square became likelier, a
+pink one less likely.
 """
 
 # %%
@@ -409,26 +438,29 @@ assert change[is_red].mean() > 0.1 and change[~is_red].mean() < -0.1
 # %% [markdown]
 """
 Nobody told the policy which squares of a picture were good, as all its codes share one advantage.
-But good pictures have more red squares, so that in the sum over the group red gains and the others
+But good pictures have more red squares, so that in the sum over the group red gains, and others
 lose. Red became likelier even in the worst picture. And the pictures? Here are those from the same
 random numbers, before and after, with their rewards:
 """
 
 # %%
-again = wrapper.sample([prompt], group_size=8, seeds=[1])
+again = wrapper.sample([prompt], config.group_size, seeds=[1])
 images_again = wrapper.decode([prompt], again.tokens, seeds=[1])
 rewards_again, _ = grpo.compute_rewards(images_again, again.prompts, [None] * 8, color)
 titles = [f"{r:.2f}, {a:.2f}" for r, a in zip(rewards, rewards_again)]
 show(images, images_again, titles=titles)
-_, metrics = grpo.compute_grpo_loss(after, old, advantages, clip_range=0.2)
 print(f"mean reward {rewards.mean():.2f} before, {rewards_again.mean():.2f} after")
-print(f"clip_frac, if the rollout were used again: {metrics['clip_frac']:.3f}")
-assert rewards_again.mean() > rewards.mean() and metrics["clip_frac"] > 0
+outside = ((change.exp() - 1).abs() > 0.2).float().mean()
+_, metrics = grpo.compute_grpo_loss(after, old, advantages, clip_range=0.2)
+flat = metrics["clip_frac"] * 272 / 16  # of the grid's codes
+print(f"of the grid's codes, {outside:.0%} are outside of the band, {flat:.0%} where it is flat")
+assert rewards_again.mean() > rewards.mean() and 0 < flat < outside
 
 # %% [markdown]
 """
-After one update the pictures are better. A second update from the same rollout would find some
-codes outside of the band, and leave them alone.
+After one update the pictures for this prompt are better. A second update from the same rollout
+would find many codes outside of the band. Those on the flat side would push no further; the others,
+such as red squares of bad pictures, would be pushed back.
 
 ## 7. The trainer
 
@@ -473,44 +505,66 @@ def show_samples(trainer, *steps):
         each.axis("off")
 
 show_samples(trainer, 0, 10, 20)
-for prompt in prompts[:8]:
-    print(prompt)
+print(*prompts[:8], sep="\n")
 
 # %% [markdown]
 """
-The rewards rise, and the entropy falls: the policy makes up its mind. The **KL** says how far the
-policy has moved from the base model, as it was before training. It estimates the mean of log-prob
-minus the base model's log-prob over all codes, by a formula that cannot be negative, k3
-([`compute_grpo_loss`](../grpo.py)). No second model is needed for it, as the policy without its
-LoRA is the base model.
+The rewards rise, not in every step, because each step has other prompts. The entropy falls: the
+policy makes up its mind. The **KL** (Kullback-Leibler divergence) says how far the policy has moved
+from the base model, as it was before training: the mean of log-prob minus the base model's
+log-prob, over the codes that the policy draws. No second model is needed for it, as the policy
+without its LoRA is the base model.
+
+The log estimates it by k3, `exp(d) - d - 1`, where d is the base model's log-prob minus the
+policy's ([`compute_grpo_loss`](../grpo.py)). It is never negative, and has the right mean over
+endless draws. Why then does it fall towards the end, when the policy has moved furthest? Take a
+single code that the base model draws red with a probability of 0.45, as here for a red fox, and a
+policy that draws it red ever more often:
+"""
+
+# %%
+red = torch.linspace(0.45, 0.9999, 200)  # its probability
+exact = red * (red / 0.45).log() + (1 - red) * ((1 - red) / 0.55).log()
+d = (0.45 / red).log()
+k3 = d.exp() - d - 1
+_, axes = plt.subplots(figsize=(5, 2.4))
+axes.plot(red, exact, label="KL")
+axes.plot(red, k3, label="k3, if red is drawn")
+axes.set(xlabel="probability of red", ylabel="of one code")
+axes.legend()
+assert k3[-1] < 0.4 * exact[-1]
+
+# %% [markdown]
+"""
+The rest of the KL is in the k3 of the other colours. While these are drawn now and then, the log
+shows them. In the end they are not drawn any more, and it shows a third of the way that was gone.
 
 The loss has this KL as a second term, with the weight `--kl-coef`, which pulls the policy back to
-the base model. With one update per rollout, it is all that one sees of the loss in a run's log.
-(PPO for language models often subtracts it from the reward instead.) How hard should it pull? Three
-values:
+the base model. With one update per rollout, it is all that one sees of the loss in a run's log. How
+hard should it pull? Three values:
 """
 
 # %%
 runs = {0.01: trainer, 0.3: train("--steps 10 --kl-coef 0.3"), 3: train("--steps 10 --kl-coef 3")}
-_, axes = plt.subplots(figsize=(5, 3))
+_, axes = plt.subplots(1, 2, figsize=(8, 2.4))
 ends = {}
 for kl_coef, run in runs.items():
-    reward, kl = curve(run, "reward")[:10], curve(run, "kl")[:10]
-    axes.plot(kl, reward, marker=".", label=f"--kl-coef {kl_coef}")
-    ends[kl_coef] = reward[-3:].mean(), kl[-3:].mean()
+    curves = [curve(run, name)[:10] for name in ("reward", "kl")]
+    for each, values, name in zip(axes, curves, ("reward", "kl")):
+        each.plot(range(1, 11), values, label=f"--kl-coef {kl_coef}")
+        each.set(xlabel="step", ylabel=name)
+    ends[kl_coef] = [values[-3:].mean() for values in curves]
     print(f"--kl-coef {kl_coef}: reward {ends[kl_coef][0]:.3f}, kl {ends[kl_coef][1]:.3f}")
-axes.set(xlabel="kl", ylabel="reward")
-axes.legend()
-assert ends[0.3][1] < 0.5 * ends[0.01][1] and ends[0.3][0] > ends[0.01][0] - 0.05
-assert ends[3][0] < ends[0.01][0] - 0.03
+axes[0].legend()
+assert ends[3][1] < ends[0.3][1] < 0.5 * ends[0.01][1]
+assert ends[3][0] + 0.03 < ends[0.01][0] < ends[0.3][0] + 0.05
 
 # %% [markdown]
 """
-Each dot is one of the first ten steps; the numbers are means of the last three of them. All three
-runs begin alike, at a KL of 0, and their first updates leap. With the middle weight the policy is
-pulled back, and then gets about the same reward as with the smallest, having gone much less far for
-it. With the largest weight it stays where it was, and learns nothing. The less you trust your
-reward, the more KL you want. The next section has a reward that deserves no trust.
+The numbers are means of the last three steps. With the middle weight the policy stays much closer
+to the base model than with the smallest, and its reward is hardly lower. With the largest it stays
+where it was, and learns nothing. The less you trust your reward, the more KL you want. The next
+section has a reward that deserves no trust.
 
 ## 8. Spoil it
 
@@ -521,30 +575,37 @@ the pictures first:
 """
 
 # %%
-sharp = train("--reward ../examples/rewards.py:sharpness,color=0 --kl-coef 0 --steps 15")
-show_samples(sharp, 0, 10, 15)
+sharp = train("--reward ../examples/rewards.py:sharpness,color=0 --kl-coef 0 "
+              "--steps 15 --save-every 5")
+show_samples(sharp, 0, 5, 10, 15)
 
 # %% [markdown]
 """
-The colours of the prompts are going: a picture of one colour has no edges. Now the log:
+The colours of the prompts are going: a picture of one colour has no edges. Now the numbers. In the
+log each step has other prompts, which is a lot of noise. So let us also score the saved pictures,
+which are always of the same prompts and random numbers:
 """
 
 # %%
-_, axes = plt.subplots(figsize=(5, 2.6))
-for name in ("sharpness", "color"):
-    values = curve(sharp, f"reward/{name}")
-    axes.plot(range(1, 16), values / values[0], label=name)
-    print(f"{name}: {values[-5:].mean() / values[:5].mean():.2f} times as high in the last five",
-          "steps as in the first five")
-axes.set(xlabel="step", ylabel="divided by that of step 1")
-axes.legend()
-fall = curve(sharp, "reward/color")
-assert fall[-5:].mean() < fall[:5].mean() - 0.03
+_, axes = plt.subplots(1, 2, figsize=(8, 2.4))
+for each, name in zip(axes, sharp.rewards):
+    each.plot(range(1, 16), curve(sharp, f"reward/{name}"), color="silver")
+    each.set(xlabel="step", ylabel=f"{name} (dots: saved pictures)")
+for step in (0, 5, 10, 15):
+    sheet = grpo.open_image(sharp.out / f"samples_{step:05d}.png")
+    saved = [sheet.crop((128 * i, 0, 128 * i + 128, 128)) for i in range(8)]
+    _, scores = grpo.compute_rewards(saved, prompts[:8], [None] * 8, sharp.rewards)
+    values = [scores[f"reward/{name}"] for name in sharp.rewards]
+    for each, value in zip(axes, values):
+        each.plot(step, value, "ko")
+    print(f"step {step}: sharpness {values[0]:.3f}, color {values[1]:.3f}")
+assert curve(sharp, "reward/color")[-5:].mean() < curve(sharp, "reward/color")[:5].mean() - 0.03
 
 # %% [markdown]
 """
-In uneven steps, the reward does what a reward should do. Nothing in its curve warns you. What warns
-you are the pictures, and a second reward that is only watched.
+The reward rises, as a reward should. Nothing in its curve warns you. What warns you are the
+pictures, and a second reward that is only watched. (Turning the KL off also takes `kl` out of the
+log, which would have warned, too.)
 
 ## 9. Held-out prompts
 
@@ -594,9 +655,11 @@ assert low > 0
 # %% [markdown]
 """
 One picture of the trained model is better than the best of eight of the base model, and not by
-chance, as the interval of the difference does not contain 0. (These prompts are easy, since this
-model knows no other words than those of the eight colours. [Other models](evaluate.md) need a
-harder test.)
+chance of the prompts, as the interval of the difference does not contain 0. Three things it does
+not say. Another seed of the training gives another model. A policy that hacks its reward passes
+this test, too, so look at other rewards and at the pictures. And these prompts are easy: this model
+knows the words of eight colours, and has been trained on all of them. [Other
+models](evaluate.md) need a harder test.
 
 ## 10. Your turn
 
@@ -618,7 +681,10 @@ assert last > first + 0.1
 
 # %% [markdown]
 """
-And three exercises. Each has a solution, which is folded away.
+It got what it wanted: every picture is warm now, whatever its prompt asks for. A reward that should
+leave the prompts alone must read them, or be one of two.
+
+Now three exercises. Each has a solution, which is folded away.
 
 **1. Dr. GRPO in one line.** [Dr. GRPO](https://arxiv.org/abs/2503.20783) does not divide by the std
 of the group. Write its advantages in one line. Then take a group with rewards of 0.70, 0.71, 0.72
@@ -644,15 +710,15 @@ To train with it: `git apply examples/patches/dr_grpo.patch`.
 </details>
 
 **2. A group of 2 against one of 8.** Which values can the advantages of a group of 2 have? Draw 64
-pictures for one prompt. Take them as one group of 64, as 8 groups of 8 and as 32 groups of 2. Whose
+pictures for one prompt. Take them as one group of 64, as 8 groups of 8 and as 32 groups of 2. Which
 advantages are closer to those of the large group?
 
 <details>
 <summary>Solution</summary>
 
 ```python
-many = right.sample(["a blue bird"], group_size=64, seeds=[3])
-images = right.decode(["a blue bird"], many.tokens, seeds=[3])
+many = wrapper.sample(["a blue bird"], group_size=64, seeds=[3])
+images = wrapper.decode(["a blue bird"], many.tokens, seeds=[3])
 rewards, _ = grpo.compute_rewards(images, many.prompts, [None] * 64, color)
 of_64, of_8, of_2 = [grpo.compute_advantages(rewards, size) for size in (64, 8, 2)]
 

@@ -22,8 +22,7 @@ class Linear4Bit(torch.nn.Linear):
 
     def __init__(self, linear):
         torch.nn.Module.__init__(self)
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.dtype = linear.weight.dtype
         # The GPU does this faster, but a small one has no room for both halves of GLM-Image: the
@@ -62,6 +61,7 @@ class GLMImage4Bit(FourBits, grpo.GLMImageWrapper):
     """Of 4 bits are the layers that get LoRA, and the DiT's attention and feed-forward: most of the
     weights. Errors of the others would reach everything: embeddings and head, what modulates the
     DiT's norms, its projectors, text encoder and VAE."""
+    defaults = dict(model=grpo.TINY_MODEL)
     dit_layers = r"transformer_blocks\.\d+\.(attn1\.to_([qkv]|out\.0)|ff\.net\..*)"
 
     def __init__(self, pipe, config):
