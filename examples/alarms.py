@@ -39,10 +39,10 @@ def find_falls(rows, settings):
             error = math.sqrt((variance(first) + variance(last)) / WINDOW)
             if fmean(last) < fmean(first) - 4 * error:
                 found.append((step, (
-                    f"reward/{name}, which is only logged, was {fmean(first):.4g} in the first ten "
-                    f"steps and is {fmean(last):.4g} in the last ten. The reward may rise at its "
-                    f"expense: look at samples_*.png; then give {name} a weight, raise --kl-coef, "
-                    "or start again from an earlier adapter.")))
+                    f"reward/{name}, which is only logged, was {fmean(first):.4g} in its first ten "
+                    f"steps, and {fmean(last):.4g} in the ten up to here. The reward may rise at "
+                    f"its expense: look at samples_*.png; then give {name} a weight, raise "
+                    "--kl-coef, or start again from an earlier adapter.")))
                 break
     return found
 

@@ -186,8 +186,11 @@ def plot(args):
             fail(f"{run}: is no folder of a run")
     runs = {run: read_rows(run) for run in args.runs}
     for run, rows in runs.items():
+        settings = read_settings(run)
+        if settings.get("reward"):  # a run of sft.py has none
+            print(f"{run}  --reward {settings['reward']}")
         print_ends(run, rows)
-        for text in find_alarms(rows, read_settings(run)):
+        for text in find_alarms(rows, settings):
             print(f"{run}  alarm at {text}")
     if args.before_after or args.film:
         return draw_pictures(args, args.runs[0])
