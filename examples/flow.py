@@ -1,8 +1,8 @@
 """GLM-Image's two halves, trained in turn: `--model RUN` trains the half that the run did not.
 
     python grpo.py --decode-steps 4 --reward examples/rewards.py:even --out runs/ar
-    python -m examples.flow --model runs/ar --out runs/dit \\
-        --reward examples/rewards.py:even --steps 60 --lr 5e-3 --group-size 8
+    python -m examples.flow --model runs/ar --out runs/dit --reward examples/rewards.py:even \\
+        --steps 30 --lr 5e-3 --warmup-steps 0 --group-size 8 --micro-batch-size 8
     python -m examples.flow --model runs/dit --out runs/ar2 --reward examples/rewards.py:even
 
 It takes the flags of grpo.py. --model may be a model, the folder of a run, or that of an adapter.

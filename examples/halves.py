@@ -145,6 +145,8 @@ pipe("A red fox", **settings).images[0].save("fox.png")
 
 def publish(path, out):
     """Writes ar, dit and draw.py, in which the settings of the run stand."""
+    if not Path(path).is_dir():
+        raise grpo.BadInput(f"{path}: there is no such folder")
     model, adapters, settings = find_halves(path)
     if len(adapters) < 2:
         raise grpo.BadInput(f"{path}: has an adapter of one half only; flow.py trains the other")
