@@ -174,8 +174,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", choices=["updates", "order"], help="which to print")
     parser.add_argument("--model", choices=["glm-image", "janus", "janus-7b"], default="glm-image")
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--layers", type=int, nargs="+", default=[1])
+    parser.add_argument("--group-size", type=int, default=2)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates")
     args = parser.parse_args()
     if args.table is None:
