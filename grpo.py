@@ -127,7 +127,7 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     Log-probs are [N, T], or [N] for whole samples; advantages are [N]. Only `new_logprobs` gets a
     gradient. The value of k3 estimates KL(new, ref) if `new` drew the tokens (Schulman,
     "Approximating KL Divergence"), its gradient is that of KL(ref, new), and both pull `new`
-    towards `ref`.
+    towards `ref`. A wrapper that knows the exact KL gives it as `kl`, in the place of k3.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
     ratio = (new_logprobs - old_logprobs.detach()).clamp(max=20).exp()  # [N, T], finite
