@@ -1,5 +1,5 @@
 """What all tests here share: no GPU, as they compare with tensors on the CPU; one thread, as others run beside them."""
-import json, os, re, runpy, socket, sys
+import json, os, re, runpy, signal, socket, sys
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -10,6 +10,7 @@ import pytest, torch
 
 import grpo
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without it
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
