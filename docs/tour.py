@@ -12,8 +12,8 @@
 """
 # The tour: GRPO on image tokens, by running it
 
-GRPO is Group Relative Policy Optimization ([2402.03300](https://arxiv.org/abs/2402.03300)), a
-simple relative of PPO, Proximal Policy Optimization.
+GRPO is Group Relative Policy Optimization ([paper](https://arxiv.org/abs/2402.03300)), a simple
+relative of PPO, Proximal Policy Optimization.
 
 ```bash
 pip install -r requirements.txt matplotlib jupyter
@@ -314,7 +314,7 @@ axes.legend(loc="upper left", fontsize=8);
 
 # %% [markdown]
 """
-The gold band is what the next section calls the clip. Outside of it, the update may take a code for
+What the gold band is for comes in the next section: outside of it, the update may take a code for
 one that has already changed enough. If only the sampler has top-p, all codes are outside before
 anything has been learnt. Without positions the trainer scores with another model, and any ratio is
 possible. In bf16 this model with its single layer is good enough; in a deep one the error is
