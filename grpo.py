@@ -142,7 +142,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
     metrics = dict(policy_loss=loss, ratio_mean=ratio.mean(), clip_frac=clip_frac)
     if ref_logprobs is not None:
         delta = (ref_logprobs.detach() - new_logprobs).clamp(max=20)  # exp stays finite
-        kl = (torch.expm1(delta) - delta if kl is None else kl).mean()  # exp(x) - 1, exact near 0
+        # expm1(x) is exp(x) - 1, exact near 0.
+        kl = (torch.expm1(delta) - delta if kl is None else kl).mean()
         metrics["kl"] = kl
         loss = loss + kl_coef * kl
     metrics["loss"] = loss
