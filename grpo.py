@@ -103,10 +103,9 @@ def compute_policy_logprobs(logits, allowed=None):
 def sample_codes(logprobs, uniform):
     """Inverse-CDF sampling: logprobs [N, V], random numbers in 0..1 [N, 1] -> codes [N, 1].
     A sample with random numbers of its own does not depend on what else is in the batch."""
-    cdf = logprobs.double().exp().cumsum(1)
-    point = uniform * cdf[:, -1:]  # the last value is 1 only up to rounding
+    cdf = logprobs.double().exp().cumsum(1)  # its last value is 1 only up to rounding
     # right=True finds the first code whose cdf is above the point. Its probability is not 0.
-    return torch.searchsorted(cdf, point, right=True)
+    return torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)
 
 def compute_advantages(rewards, group_size):
     """A = (r - mean of its group) / (std of its group + 1e-6). rewards [N] -> advantages [N]."""
@@ -510,14 +509,13 @@ class GRPOTrainer:
         return {name: total / config.num_iterations for name, total in totals.items()}
 
     def update_weights(self):
-        weights = self.lora.weights.values()
-        for name, weight in self.lora.weights.items():
+        weights = self.lora.weights
+        for name, weight in weights.items():
             if weight.grad is None:
                 raise BadInput(f"--wrapper: its lora_layers match one that takes no part: {name}")
-        if WORLD_SIZE > 1:
-            for weight in weights:
+            if WORLD_SIZE > 1:
                 torch.distributed.all_reduce(weight.grad)  # a sum; the losses were divided
-        grad_norm = nn.utils.clip_grad_norm_(weights, self.config.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(weights.values(), self.config.max_grad_norm)
         if grad_norm.isfinite():  # a NaN would stay in Adam's moments for ever
             self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """Every program of examples/ is run; measure.py and make/targets.py do what they say, and the toy learns. No GPU."""
-import contextlib, functools, os, re, subprocess, sys, types
+import contextlib, functools, os, re, shutil, subprocess, sys, types
+from pathlib import Path
 
 import pytest, torch, transformers
 
@@ -111,6 +112,17 @@ def test_room_for_random_weights(imagined, monkeypatch, capsys, gpu, host):
     with pytest.raises(SystemExit):
         imagined("report")
     assert re.fullmatch(rf"measure.py: error: .* and there are {gpu}.0 and {host}.0\n", capsys.readouterr().err)
+
+def test_patches_in_pairs(run):
+    """A patch that only logs changes no digit of held-out prompts, of the model's folder; another one does."""
+    shutil.copytree(grpo.TINY_MODEL, "model")
+    Path("model/held_out.txt").write_text("a red fox\na blue boat\n")
+    code, out, error = run("experiments.compare_patches", "frac_zero_std dr_grpo --seeds 0 1 --model model --kl-coef 0 "
+                           "--steps 2 --batch-size 2 --group-size 4")
+    changes = re.findall(r"(?m)^(\w+), (reward|best of 8|pixels differ): (\S+), (\S+) .. (\S+)$", out)
+    values = {patch: [float(value) for name, _, *row in changes if name == patch for value in row]
+              for patch in ("frac_zero_std", "dr_grpo")}
+    assert code == 0 and values["frac_zero_std"] == [0] * 9 and any(values["dr_grpo"]), error
 
 @pytest.mark.parametrize("seed", range(3))
 def test_toy_learns_from_nothing(run, seed):

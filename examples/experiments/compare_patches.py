@@ -1,11 +1,13 @@
 """Compares grpo.py with patches of examples/patches, in pairs of runs that have the same seed.
 
     python -m examples.experiments.compare_patches max_at_k contrast --seeds 0 1 2 --kl-coef 0
+    python -m examples.experiments.compare_patches max_at_k --kl-coef 0 --model runs/letters
 
-The tiny GLM-Image is trained with the file as it is, and with each patch; other flags are those of
-grpo.py. Each run then draws held-out prompts, always from the same seeds. The table has the mean of
-the reward, the best of 8 of 16 samples, and how much the pictures of a prompt differ; below it is
-the change in pairs, with 95 % intervals over seeds.
+The tiny GLM-Image, or another model, is trained with the file as it is, and with each patch; other
+flags are those of grpo.py. Each run then draws held-out prompts, always from the same seeds: those
+of held_out.txt in the model's folder, or of examples/make. The table has the mean of the reward,
+the best of 8 of 16 samples, and how much the pictures of a prompt differ; below it is the change in
+pairs, with 95 % intervals over seeds.
 """
 import argparse, itertools, shutil, subprocess, sys, tempfile, time, types
 from pathlib import Path
@@ -49,14 +51,15 @@ def train(module, argv):
     config = module.parse_args(["--model", grpo.TINY_MODEL, *argv])
     wrapper = module.GLMImageWrapper.from_pretrained(config.model, config)
     with mock.patch.object(module, "RANK", 1):  # only the first process writes
-        trainer = Trainer(config, wrapper, module.load_prompts(None)[0])
+        trainer = Trainer(config, wrapper, module.load_prompts(config.prompts)[0])
     trainer.train()
     return trainer
 
 @torch.no_grad()
 def measure(trainer):
     """-> MEASURES of held-out prompts."""
-    prompts, targets = grpo.load_prompts(EXAMPLES / "make/held_out.txt")
+    path = Path(trainer.config.model, "held_out.txt")
+    prompts, targets = grpo.load_prompts(path if path.exists() else EXAMPLES / "make/held_out.txt")
     seeds = range(10**9, 10**9 + len(prompts))
     rollout = trainer.wrapper.sample(prompts, SAMPLES, seeds)
     images = trainer.wrapper.decode(prompts, rollout.tokens, seeds)
@@ -93,7 +96,8 @@ def main():
     for (j, seed), (i, name) in itertools.product(enumerate(args.seeds), enumerate(names)):
         started = time.perf_counter()
         values[i, j] = measure(train(modules[i], [*flags, "--seed", str(seed)]))
-        print(f"seed {seed}  {name or 'as shipped':12}", *[f"{value:.4f}" for value in values[i, j]],
+        cells = [f"{value:.4f}" for value in values[i, j]]
+        print(f"seed {seed}  {name or 'as shipped':12}", *cells,
               f"in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     print_tables(names, values)
 
