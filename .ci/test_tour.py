@@ -107,7 +107,8 @@ FIRST_TRAINING = next(i for i, cell in enumerate(CODE) if "= train(" in cell.sou
 def executed():
     """All cells are executed, and each solution where it stands -> the cells of CODE."""
     notebook = copy.deepcopy(TEXT)
-    cells = [nbformat.v4.new_code_cell("import socket\nsocket.getaddrinfo = None")]  # no network
+    # No network; and bitsandbytes, which the tour does not need, says on some processors that it wants another package.
+    cells = [nbformat.v4.new_code_cell("import socket, sys\nsocket.getaddrinfo = sys.modules['bitsandbytes'] = None")]
     for cell in notebook.cells:
         cells += [cell, *map(nbformat.v4.new_code_cell, SOLUTION.findall(cell.source))]
     notebook.cells = cells

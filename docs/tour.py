@@ -22,7 +22,7 @@ jupyter lab docs/tour.ipynb
 Beyond `requirements.txt`, this notebook needs matplotlib for its plots and Jupyter to be run. It
 needs neither a GPU nor a network, and takes a few minutes on two CPU cores.
 
-It is for you if you know PyTorch and no reinforcement learning, and also if you know PPO and want
+It is for you if you know PyTorch but no reinforcement learning, and also if you know PPO and want
 to see what a group, a clip and a KL do to *pictures*. Whatever is called `grpo.` in a cell is a
 part of [`grpo.py`](../grpo.py), the file that trains
 [GLM-Image](https://huggingface.co/zai-org/GLM-Image); nothing of it is written again here. The
@@ -36,7 +36,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of this fits a CPU
 os.environ["TQDM_DISABLE"] = "1"  # no progress bars,
 sys.modules["tqdm.notebook"] = None  # nor those of Jupyter
 sys.path.insert(0, "..")  # the folder of grpo.py
-import grpo  # before torch, which reads when it is imported how threads are to wait
+import grpo  # before torch, because it sets how torch's threads wait
 import diffusers, matplotlib, torch, transformers
 import matplotlib.pyplot as plt
 import numpy as np
@@ -84,7 +84,8 @@ One turn of this loop is a step of training ([`GRPOTrainer.train`](../grpo.py)).
   that the policy hears of the reward.
 
 For those who know PPO: an action is a code, an episode is a picture, its reward comes with the last
-code, and there is no discount.
+code, and there is no discount and no value network. What keeps the policy near the base model is a
+term of the loss, not of the reward, and by default each picture is used for one update.
 
 The AR half's own weights stay as they are, too. A **LoRA** adds the product of two small matrices
 to each of its linear layers, and only these matrices are trained ([`LoRA`](../grpo.py)).
@@ -112,7 +113,9 @@ weights.
 
 ## 2. Draw a group of 8
 
-First a function that shows pictures, and maps of numbers, in rows.
+GLM-Image writes two grids of codes. First comes a draft, of 16 x 16 codes here, which is not
+painted. In its light it writes the grid that is painted, of 4 x 4 codes, so a picture has 256 + 16
+= 272 codes. First a function that shows pictures, and maps of numbers, in rows.
 """
 
 # %%
@@ -121,13 +124,14 @@ palette = matplotlib.colors.ListedColormap([color.tolist() for color in grpo.COL
 def show(*rows, titles=(), cmap=palette, vmin=0, vmax=7):
     """Rows of pictures or of maps, with a title above each column. Maps are of codes by default."""
     count = len(rows[0])
-    size = (1.1 * count, 1.1 * len(rows) + 0.3)
+    lines = max([title.count("\n") + 1 for title in titles], default=0)
+    size = (1.1 * count, 1.1 * len(rows) + 0.2 * lines + 0.1)
     _, grid = plt.subplots(len(rows), count, squeeze=False, figsize=size)
     for axes, picture in zip(grid.flat, [picture for row in rows for picture in row]):
         axes.imshow(picture, cmap=cmap, vmin=vmin, vmax=vmax)
         axes.axis("off")
     for axes, title in zip(grid[0], titles):
-        axes.set_title(title, fontsize=9)
+        axes.set_title(title, fontsize=8)
 
 # %%
 prompt = "a red fox"
@@ -149,22 +153,11 @@ which the DiT starts to paint is the same for the whole group. What the policy d
 **rollout**: the codes, each with its **log-prob**, the logarithm of the probability that it had
 ([`Rollout`](../grpo.py)).
 
-Above are the eight pictures, and below them the codes they were painted from, in the colours that
-they stand for. This small DiT paints each code as a square, so one can read a picture back:
-"""
+Above are the eight pictures, and below them the grids they were painted from, in the colours that
+the codes stand for: this small DiT paints each code as a square.
 
-# %%
-pixels = grpo.pil_to_tensor(images)  # [8, 3, 128, 128]
-squares = nn.functional.avg_pool2d(pixels, 32)  # [8, 3, 4, 4]
-colors = torch.stack([*grpo.COLORS.values()])  # [8, 3]
-distances = (squares[:, None] - colors[:, :, None, None]).norm(dim=2)  # [8, 8, 4, 4]
-assert torch.equal(distances.argmin(1), grid)
-
-# %% [markdown]
-"""
-Before the grid, GLM-Image writes a draft of 16 x 16 codes, which is not painted: the grid's codes
-are chosen in its light. How certain is the policy of each code? That is its **entropy**: 0 if it
-would always draw the same code, and the logarithm of 8 if all eight were equally likely
+How uncertain is the policy of each code? That is its **entropy**: 0 if it would always draw the
+same code, and the logarithm of 8 if all eight were equally likely
 ([`GLMImageWrapper.compute_logprobs`](../grpo.py)).
 """
 
@@ -175,7 +168,7 @@ entropy_draft, entropy_grid = split(entropy)
 _, axes = plt.subplots(1, 2, figsize=(5, 2))
 for each, name, values in zip(axes, ("draft", "grid"), (entropy_draft[0], entropy_grid[0])):
     picture = each.imshow(values, vmin=0, vmax=np.log(8))
-    each.set_title(f"{name}: {values.mean():.2f}")
+    each.set_title(f"{name} of the first: {values.mean():.2f}")
     each.axis("off")
 plt.colorbar(picture, ax=axes, label="entropy of each code")
 print(f"mean over all {entropy.shape[1]} codes: {entropy.mean():.3f}")
@@ -184,18 +177,19 @@ assert (draft == draft[0, 0, 0]).all()
 
 # %% [markdown]
 """
-This policy is certain of its draft, which is the same in all pictures. It is far from certain of
-the 16 codes of the grid, and these are all that it can learn to choose better: a code that is never
-drawn is never compared with another. Remember the mean over all codes. A log shows such means, and
-16 codes of 272 have nearly all that there is in them.
+This policy is certain of its draft, which is one and the same code in all pictures. It is far from
+certain of the 16 codes of the grid, and these are all that it can learn to choose better: a code
+that is never drawn is never compared with another. Remember the mean over all codes. The log of a
+run, a row of numbers for each step, has such means, and here 256 of 272 codes add nothing to the
+entropy.
 
 ## 3. Score it, and compare
 
 The reward `color` says how close the mean colour of a picture is to the colour that its prompt
 names ([`reward_color`](../grpo.py)). The advantages are the rewards minus the mean of the group,
-divided by the std of the group (plus 1e-6, in case it is 0), so that the scale of a reward does not
-matter ([`compute_advantages`](../grpo.py)). The `None` are targets, pictures to imitate, which this
-reward does not need.
+divided by the std of the group, so that the scale of a reward does not matter
+([`compute_advantages`](../grpo.py)). The std divides by n - 1, and gets 1e-6 more, in case it is 0.
+(In the cell, `None` are targets, pictures to imitate, which this reward does not need.)
 """
 
 # %%
@@ -214,8 +208,9 @@ picture is not praised for an easy prompt, nor blamed for a hard one. In PPO a s
 value network, learns to say this, code by code. Here all codes of a picture share one advantage.
 
 Three things follow. The advantages of a group sum to 0. If all rewards of a group are equal, its
-advantages are 0, and they teach nothing: in a run's log, `reward_std` is then 0. And a constant
-that is added to all rewards changes nothing, even one of 1e8:
+advantages are 0, and they teach nothing; the log's `reward_std` is 0 if this happens in all groups
+of a step. And a constant that is added to all rewards changes nothing, even one of 1e8, as rewards
+have 64 bits:
 """
 
 # %%
@@ -224,16 +219,8 @@ assert (grpo.compute_advantages([0.7] * 8, group_size=8) == 0).all()
 shifted = grpo.compute_advantages(rewards + 1e8, group_size=8)
 assert torch.allclose(shifted, advantages, atol=1e-5)
 
-equal = torch.full([8], 0.7)  # by hand, in 32 bits
-careless = (equal - equal.mean()) / (equal.std() + 1e-6)
-print(f"equal rewards by hand: advantages of {careless[0]:.3f}")
-
 # %% [markdown]
 """
-The last line shows what is easy to get wrong. By hand, equal rewards got advantages, because the
-rounding error of their mean was divided by 1e-6. `compute_advantages` first subtracts one of the
-rewards from all, which leaves equal ones at exactly 0.
-
 ## 4. The same log-probs again, and three traps
 
 The sampler works code by code and keeps no gradients, which would fill the memory. The update needs
@@ -253,8 +240,7 @@ assert torch.allclose(rollout.logprobs, logprobs, atol=1e-5)
 (At the top right are the codes of the drafts, in the middle red squares, and at the bottom left
 those of other colours, each of which is seldom drawn.)
 
-They agree. A small mistake would end this. Let us step into three traps on purpose; none of them
-gives an error.
+They agree. Let us step into three traps on purpose; none of them gives an error.
 
 - **No positions.** A code has a row and a column. `transformers` counts these in `generate` only,
   and a plain forward pass takes the picture for a line of text
@@ -291,7 +277,7 @@ gaps = {name: split(forced.detach() - sampled)[1] for name, ((forced, _), sample
 errors = {name: gap.abs().mean().item() for name, gap in gaps.items()}
 _, axes = plt.subplots(figsize=(6, 2))
 axes.bar_label(axes.barh([*errors], [*errors.values()], log=True), fmt="{:.1g}", padding=3)
-axes.set(xlabel="mean error of the log-prob of a code of the grid", xlim=(1e-8, 100))
+axes.set(xlabel="mean absolute error of the log-probs of the grid", xlim=(1e-8, 100))
 assert errors["right"] < 1e-5 < errors["bf16"] < errors["no top-p"] < errors["no positions"]
 
 # %% [markdown]
@@ -315,27 +301,31 @@ axes.legend(loc="upper left", fontsize=8);
 # %% [markdown]
 """
 What the gold band is for comes in the next section: outside of it, the update may take a code for
-one that has already changed enough. If only the sampler has top-p, all codes are outside before
-anything has been learnt. Without positions the trainer scores with another model, and any ratio is
-possible. In bf16 this model with its single layer is good enough; in a deep one the error is
-[larger](figures.md#how-far-bf16-rounds).
+one that has already changed enough. If only the sampler has top-p, each ratio is the probability
+that the sampler kept, here just above 0.75. Without positions the trainer scores with another
+model, and any ratio is possible. In bf16 this model with its single layer is good enough; in a deep
+one the error is [larger](figures.md#how-far-bf16-rounds), also if both compute in bf16, as they add
+in another order.
 
-That is why `train_step` does not compare with the log-probs of the sampler, but with those of its
-own first pass: then each ratio begins at 1. Beware, this hides the first two traps, and does not
-mend them: the gradient would be that of another policy, and no ratio would tell. What tells is
-`sampler_gap`, a column of the log, which is the mean error of the bar chart over all codes. It must
-be as small as rounding.
+So `train_step` does not compare with the log-probs of the sampler, but with those of its own first
+pass: then each ratio begins at 1. Beware, this hides all three traps, and mends none. The gradient
+is that of another policy than the one that drew, and no ratio tells. For rounding that is usually
+harmless, and there is a [patch](changes.md) that corrects for it, `truncated_is`. The other two are
+bugs: without top-p, for one, the update pushes codes that the sampler never draws. What tells is
+`sampler_gap`, a column of the log: the error of the bar chart, as a mean over all 272 codes. In 32
+bits, as here, anything above rounding is a bug.
 
 ## 5. Why the loss prints 0, and its gradient does not
 
 This is what everybody asks who trains with GRPO for the first time. Here is the loss of our group,
-and the norm of its gradient by the weights of the LoRA ([`compute_grpo_loss`](../grpo.py)):
+and the norm of its gradient with respect to the weights of the LoRA
+([`compute_grpo_loss`](../grpo.py)):
 """
 
 # %%
 new, _ = wrapper.compute_logprobs(rollout)  # [8, 272], with a gradient
 new.retain_grad()
-old = new.detach()  # those of the first pass, which this is
+old = new.detach()  # this is the first pass
 loss, _ = grpo.compute_grpo_loss(new, old, advantages, clip_range=0.2)
 loss.backward()
 grad_norm = torch.stack([weight.grad.norm() for weight in lora.weights.values()]).norm()
@@ -349,17 +339,25 @@ The loss is minus the mean of ratio x advantage. Each ratio is 1, so it is minus
 advantages, and that is 0 in every group, *whatever the pictures look like*. So the number tells
 nothing; watch the reward.
 
-Its gradient by the log-prob of a code does: it is minus the advantage of the picture, divided by
-the number of all codes, 8 x 272. That is the last line. A step against this gradient raises the
-log-probs of the codes of better pictures and lowers those of worse ones. It is the gradient of a
-cross-entropy loss on the policy's own pictures, in which the advantages are the weights.
+Its gradient tells more. With respect to the log-prob of a code, it is minus the advantage of the
+picture, divided by the number of all codes, 8 x 272. That is the last line. A step against this
+gradient raises the log-probs of the codes of better pictures and lowers those of worse ones. It is
+the gradient of a cross-entropy loss on the policy's own pictures, in which the advantages are the
+weights.
 
 Why is this the right direction? The mean reward is the sum, over all pictures that are possible, of
 probability x reward. The gradient of a probability is the probability x the gradient of its
 logarithm. So the gradient of the mean reward is the mean of reward x gradient of the log-prob over
 the pictures that the policy draws, which a few of them estimate. The reward itself is never
-differentiated. To subtract the mean of the group only takes noise out of it. This is REINFORCE, the
+differentiated. The probability of a picture is the product of those of its codes, so its log-prob
+is the sum of theirs, and each code gets the reward of the whole picture. This is REINFORCE, the
 oldest policy gradient.
+
+To subtract a constant from the rewards of a prompt does not change this mean: probabilities sum to
+1, so the mean gradient of a log-prob is 0. But it takes noise out of the estimate, and the mean of
+the group is a good constant. (It contains the picture's own reward, which scales the gradient by 7
+/ 8, and no more.) To divide by the std changes how much each prompt counts; the first exercise
+shows it.
 
 Then what is the ratio for? For a second update with the same rollout, whose codes were drawn by a
 policy that is no longer quite the same. Here PPO's **clip** comes in: the advantage is also
@@ -381,28 +379,32 @@ for A, name in ((1.0, "good picture, A = 1"), (-1.0, "bad picture, A = -1")):
     flat = ratios > 1.205 if A > 0 else ratios < 0.795
     assert (slopes[flat] == 0).all()
 first.set(xlabel="ratio", ylabel="surrogate")
-second.set(xlabel="ratio", ylabel="its slope, by the log-prob")
+second.set(xlabel="ratio", ylabel="d surrogate / d log-prob")
 first.legend(fontsize=8);
 
 # %% [markdown]
 """
-Elsewhere the slope is ratio x advantage. Where the surrogate is flat, a code has no gradient. If it
-belongs to a good picture and has become 1.2 times as likely, it pushes no further, nor if it
-belongs to a bad picture and has become 0.8 times as likely. (Other codes may still move it, as they
-share its weights.) In the other direction there is no limit: a code of a bad picture that became
-likelier is always pushed back.
+Elsewhere the slope is ratio x advantage. Where the surrogate is flat, a code has no gradient: if it
+belongs to a good picture and has become 1.2 times as likely, or to a bad picture and 0.8 times, it
+is pushed no further. (Other codes may still move it, as they share its weights.) In the other
+direction there is no limit: a code of a bad picture that became likelier is always pushed back.
 
-The share of codes where it is flat is `clip_frac`, which a run writes to its metrics.jsonl. With
-one update per rollout, which is the default, it is 0, because each ratio is 1; to see it above 0,
-train with `--num-iterations 2`.
+The share of codes where it is flat is `clip_frac`, in the log's file, metrics.jsonl. With one
+update per rollout, which is the default, it is 0, because each ratio is 1. It can be above 0 from a
+second update on, with `--num-iterations 2`, though the log's mean over all updates and all 272
+codes is small here. The next section has it for the grid.
 
 ## 6. One update by hand, and the same group again
 
-The gradients are there. One step of AdamW, and then *the same codes* are scored again. (A first
-step of Adam moves every weight by the learning rate, however small the gradient.)
+The gradients are there. One step of AdamW, and then *the same codes* are scored again. This first
+step is a large one: Adam moves each weight that has a gradient by the learning rate, however small
+the gradient. In the first step these are the matrices B of each LoRA. As B begins at 0, the
+gradient of A is 0.
 """
 
 # %%
+for name, weight in lora.weights.items():
+    assert (weight.grad == 0).all() == ("lora_A" in name)
 optimizer = torch.optim.AdamW(lora.weights.values(), lr=config.lr, weight_decay=0.0)
 optimizer.step()
 with torch.no_grad():
@@ -411,7 +413,6 @@ _, change = split(after - old)  # [8, 4, 4]
 change_of_picture = change.mean((1, 2))
 correlation = np.corrcoef(advantages, change_of_picture)[0, 1]
 _, axes = plt.subplots(figsize=(4, 2.6))
-axes.axhline(0, color="silver")
 axes.scatter(advantages, change_of_picture)
 axes.set(xlabel="advantage of a picture", ylabel="mean change of log-prob")
 axes.set_title(f"correlation {correlation:.2f}")
@@ -420,10 +421,10 @@ assert correlation > 0.5
 
 # %% [markdown]
 """
-On the whole, codes of better pictures became likelier, and those of worse pictures less likely. It
+The better a picture, compared with the others, the less its codes lost, or the more they gained. It
 does not hold for each picture, because good and bad ones have many codes in common, and all share
 their weights. Which codes were they? Below each picture is a map: a green square became likelier, a
-pink one less likely.
+pink one less likely, and at full colour by 0.6 or more.
 """
 
 # %%
@@ -472,7 +473,7 @@ four for each. Its settings are the flags that one would type after `python grpo
 prompts, _ = grpo.load_prompts(None)  # those of prompts.txt
 
 def train(flags, rewards=None):
-    """-> a trainer that is done. Its files are in a new folder; what it prints is left out."""
+    """-> a trainer that is done. Its files are in a new folder; here it prints nothing."""
     out = os.path.join(tempfile.mkdtemp(), "run")
     config = grpo.parse_args(["--out", out, *flags.split()])
     model = grpo.GLMImageWrapper.from_pretrained(config.model, config)
@@ -481,7 +482,27 @@ def train(flags, rewards=None):
         trainer.train()
     return trainer
 
-trainer = train("--steps 20 --kl-coef 0.01")
+trainer = train("--steps 20 --kl-coef 0.01 --save-every 2")
+
+# %% [markdown]
+"""
+This is the log, without some of its columns ([all of them](settings.md)):
+"""
+
+# %%
+names = ["reward", "reward_std", "loss", "kl", "entropy", "sampler_gap"]
+print("step", *[f"{name:>11}" for name in names])
+for step in (1, 5, 10, 15, 20):
+    row = trainer.history[step - 1]
+    print(f"{step:4}", *[f"{row[name]:11.4f}" for name in names])
+    assert row["sampler_gap"] < 1e-5
+    assert np.isclose(row["loss"], 0.01 * row["kl"], atol=1e-6)
+
+# %% [markdown]
+"""
+The `loss` is the KL times `--kl-coef`, of which more below: the rest of it is 0 again. And the same
+as curves, and in the pictures that a run saves:
+"""
 
 # %%
 def curve(trainer, name):
@@ -496,116 +517,141 @@ print(f"reward {first:.2f} in the first step, {last:.2f} in the last")
 assert last > first + 0.1
 
 # %%
-def show_samples(trainer, *steps):
-    """What a run saves: pictures for its first eight prompts, always from the same seeds."""
-    _, axes = plt.subplots(len(steps), figsize=(9, 1.3 * len(steps)))
-    for each, step in zip(axes, steps):
-        each.imshow(Image.open(trainer.out / f"samples_{step:05d}.png"))
-        each.set_title(f"step {step}", fontsize=9)
-        each.axis("off")
+import textwrap
+captions = [textwrap.fill(prompt, 16) for prompt in prompts[:8]]
 
-show_samples(trainer, 0, 10, 20)
-print(*prompts[:8], sep="\n")
+def read_samples(trainer, step):
+    """What a run saves: a picture for each of its first eight prompts, always from equal seeds."""
+    sheet = grpo.open_image(trainer.out / f"samples_{step:05d}.png")
+    return [sheet.crop((128 * i, 0, 128 * i + 128, 128)) for i in range(8)]
+
+show(*[read_samples(trainer, step) for step in (0, 10, 20)], titles=captions)
 
 # %% [markdown]
 """
-The rewards rise, not in every step, because each step has other prompts. The entropy falls: the
-policy makes up its mind. The **KL** (Kullback-Leibler divergence) says how far the policy has moved
-from the base model, as it was before training: the mean of log-prob minus the base model's
-log-prob, over the codes that the policy draws. No second model is needed for it, as the policy
-without its LoRA is the base model.
+From above: steps 0, 10 and 20. The rewards rise, not in every step, because each step has other
+prompts and draws few pictures for each. The entropy falls: the policy makes up its mind. In the end
+the pictures of a group are alike. Then `reward_std` is nearly 0, and there is nothing more to learn
+from this reward. That is as it should be for a reward that a single picture satisfies best; in a
+run with a reward of many good answers, it would be a loss of variety.
+
+The **KL** (Kullback-Leibler divergence) says how far the policy has moved from the base model, as
+it was before training. For a code it is the mean, over codes that the policy draws, of its log-prob
+minus that of the base model. No second model is needed for it, as the policy without its LoRA is
+the base model.
 
 The log estimates it by k3, `exp(d) - d - 1`, where d is the base model's log-prob minus the
-policy's ([`compute_grpo_loss`](../grpo.py)). It is never negative, and has the right mean over
-endless draws. Why then does it fall towards the end, when the policy has moved furthest? Take a
-single code that the base model draws red with a probability of 0.45, as here for a red fox, and a
-policy that draws it red ever more often:
+policy's, for the codes that were drawn ([`compute_grpo_loss`](../grpo.py)). Why does it fall in the
+second half? Has the policy come back? For a model with eight codes, one can compute the exact KL of
+each code, and compare:
 """
 
 # %%
-red = torch.linspace(0.45, 0.9999, 200)  # its probability
-exact = red * (red / 0.45).log() + (1 - red) * ((1 - red) / 0.55).log()
-d = (0.45 / red).log()
-k3 = d.exp() - d - 1
-_, axes = plt.subplots(figsize=(5, 2.4))
-axes.plot(red, exact, label="KL")
-axes.plot(red, k3, label="k3, if red is drawn")
-axes.set(xlabel="probability of red", ylabel="of one code")
-axes.legend()
-assert k3[-1] < 0.4 * exact[-1]
+@torch.no_grad()
+def measure_kl(trainer, step):
+    """Pictures by the weights of a step -> the exact KL of their codes, and k3, both [64, 272]."""
+    trainer.lora.load_folder(trainer.out / f"adapter_{step:05d}")
+    rollout = trainer.wrapper.sample(prompts[:8], 8, range(8))
+    ids, mask, position_ids = trainer.wrapper.encode(rollout.prompts)
+    inputs = torch.cat([ids, rollout.tokens[:, :-1]], 1), mask[:, :-1], position_ids[..., :-1]
+    new = trainer.wrapper.forward(*inputs, 272).log_softmax(-1)  # [64, 272, 8]
+    trainer.lora.enabled = False
+    ref = trainer.wrapper.forward(*inputs, 272).log_softmax(-1)
+    trainer.lora.enabled = True
+    d = (ref - new).gather(2, rollout.tokens[:, :, None]).squeeze(2)
+    return (new.exp() * (new - ref)).sum(2), d.exp() - d - 1
+
+# %%
+steps = range(0, 21, 2)
+measured = [measure_kl(trainer, step) for step in steps]  # the last one leaves the last weights
+_, axes = plt.subplots(1, 2, figsize=(8, 2.4))
+for i, (each, name) in enumerate(zip(axes, ("draft", "grid"))):
+    exact, k3 = [[split(pair[j])[i].mean().item() for pair in measured] for j in (0, 1)]
+    each.plot(steps, exact, label="exact KL")
+    each.plot(steps, k3, "o", label="k3")
+    each.set(xlabel="step", ylabel="mean of a code", xticks=range(0, 21, 4), title=name)
+axes[0].legend()
+axes[1].set_ylim(0, 1.2)
+assert exact[1] < exact[5] < exact[10]  # of the grid
 
 # %% [markdown]
 """
-The rest of the KL is in the k3 of the other colours. While these are drawn now and then, the log
-shows them. In the end they are not drawn any more, and it shows a third of the way that was gone.
+No. In the grid the policy moves on to the end. The log has the mean of all 272 codes, and its hump
+is the draft's: nearly all of its codes are what they were, but as long as the policy wavers, a few
+are such as the base model would never draw. Later the draft is what it was, and the log sees the
+grid, divided by 17.
+
+And k3 is unbiased, but not reliable. When red is nearly certain, other colours are hardly ever
+drawn; if one is, its k3 is huge, perhaps beyond the plot, and as long as none is, the mean is too
+low. So a `kl` that falls while the entropy goes to 0 is no policy that comes back. (The value of k3
+estimates KL(policy, base), its gradient is that of KL(base, policy). Both pull the policy back.)
 
 The loss has this KL as a second term, with the weight `--kl-coef`, which pulls the policy back to
-the base model. With one update per rollout, it is all that one sees of the loss in a run's log. How
-hard should it pull? Three values:
+the base model. How hard should it pull? Three values:
 """
 
 # %%
-runs = {0.01: trainer, 0.3: train("--steps 10 --kl-coef 0.3"), 3: train("--steps 10 --kl-coef 3")}
-_, axes = plt.subplots(1, 2, figsize=(8, 2.4))
+runs = {0.01: trainer, 0.3: train("--steps 20 --kl-coef 0.3"), 3: train("--steps 20 --kl-coef 3")}
 ends = {}
+_, axes = plt.subplots(1, 2, figsize=(8, 2.4))
 for kl_coef, run in runs.items():
-    curves = [curve(run, name)[:10] for name in ("reward", "kl")]
+    curves = [curve(run, name) for name in ("reward", "kl")]
     for each, values, name in zip(axes, curves, ("reward", "kl")):
-        each.plot(range(1, 11), values, label=f"--kl-coef {kl_coef}")
+        each.plot(range(1, 21), values, label=f"--kl-coef {kl_coef}")
         each.set(xlabel="step", ylabel=name)
-    ends[kl_coef] = [values[-3:].mean() for values in curves]
-    print(f"--kl-coef {kl_coef}: reward {ends[kl_coef][0]:.3f}, kl {ends[kl_coef][1]:.3f}")
-axes[0].legend()
-assert ends[3][1] < ends[0.3][1] < 0.5 * ends[0.01][1]
-assert ends[3][0] + 0.03 < ends[0.01][0] < ends[0.3][0] + 0.05
+    ends[kl_coef] = [values[-5:].mean() for values in curves]
+    print(f"--kl-coef {kl_coef}: reward {ends[kl_coef][0]:.3f}, kl {ends[kl_coef][1]:.4f}")
+axes[0].legend(loc="upper left", fontsize=8)
+assert ends[0.01][0] > ends[0.3][0] + 0.05 > ends[3][0] + 0.1
+assert ends[0.01][1] > ends[0.3][1] > 5 * ends[3][1]
 
 # %% [markdown]
 """
-The numbers are means of the last three steps. With the middle weight the policy stays much closer
-to the base model than with the smallest, and its reward is hardly lower. With the largest it stays
-where it was, and learns nothing. The less you trust your reward, the more KL you want. The next
-section has a reward that deserves no trust.
+The numbers are means of the last five steps. With the middle weight the policy learns at first as
+with the smallest, until a further step would cost as much KL as it brings reward. With the largest
+it is held where it was. The less you trust your reward, the more KL you want. The next section has
+a reward that deserves no trust.
 
 ## 8. Spoil it
 
-A policy learns what the reward measures, and not what you meant by it. Suppose you want crisp
-pictures, and reward by how much neighbouring pixels differ ([`sharpness`](../examples/rewards.py)).
-We turn the KL off, and add `color` with a weight of 0: it is logged, and changes nothing. Look at
-the pictures first:
+A policy learns what the reward measures, and not what you meant by it. If it finds a way to the one
+without the other, it **hacks** the reward. Suppose you want calm pictures, without clutter, and
+reward them for how well they compress ([`jpeg`](../examples/rewards.py)). We turn the KL off, and
+add `color` with a weight of 0: it is logged, and changes nothing. Look at the pictures of steps 0,
+5, 10 and 15 first:
 """
 
 # %%
-sharp = train("--reward ../examples/rewards.py:sharpness,color=0 --kl-coef 0 "
-              "--steps 15 --save-every 5")
-show_samples(sharp, 0, 5, 10, 15)
+calm = train("--reward ../examples/rewards.py:jpeg,color=0 --kl-coef 0 --steps 15 --save-every 5")
+samples = {step: read_samples(calm, step) for step in (0, 5, 10, 15)}
+show(*samples.values(), titles=captions)
 
 # %% [markdown]
 """
-The colours of the prompts are going: a picture of one colour has no edges. Now the numbers. In the
-log each step has other prompts, which is a lot of noise. So let us also score the saved pictures,
-which are always of the same prompts and random numbers:
+Calm they are. But whatever one asks for, it is the same picture. Now the numbers. In the log each
+step has other prompts, which is a lot of noise. So let us also score the saved pictures, which are
+always of the same prompts and random numbers:
 """
 
 # %%
 _, axes = plt.subplots(1, 2, figsize=(8, 2.4))
-for each, name in zip(axes, sharp.rewards):
-    each.plot(range(1, 16), curve(sharp, f"reward/{name}"), color="silver")
-    each.set(xlabel="step", ylabel=f"{name} (dots: saved pictures)")
-for step in (0, 5, 10, 15):
-    sheet = grpo.open_image(sharp.out / f"samples_{step:05d}.png")
-    saved = [sheet.crop((128 * i, 0, 128 * i + 128, 128)) for i in range(8)]
-    _, scores = grpo.compute_rewards(saved, prompts[:8], [None] * 8, sharp.rewards)
-    values = [scores[f"reward/{name}"] for name in sharp.rewards]
+for each, name in zip(axes, calm.rewards):
+    each.plot(range(1, 16), curve(calm, f"reward/{name}"), color="silver")
+    each.set(xlabel="step", ylabel=name, xticks=[*samples], title="line: log, dots: saved pictures")
+for step, pictures in samples.items():
+    _, scores = grpo.compute_rewards(pictures, prompts[:8], [None] * 8, calm.rewards)
+    values = [scores[f"reward/{name}"] for name in calm.rewards]
     for each, value in zip(axes, values):
         each.plot(step, value, "ko")
-    print(f"step {step}: sharpness {values[0]:.3f}, color {values[1]:.3f}")
-assert curve(sharp, "reward/color")[-5:].mean() < curve(sharp, "reward/color")[:5].mean() - 0.03
+    print(f"step {step}: jpeg {values[0]:.3f}, color {values[1]:.3f}")
+assert curve(calm, "reward/jpeg")[-5:].mean() > curve(calm, "reward/jpeg")[:5].mean() + 0.02
+assert curve(calm, "reward/color")[-5:].mean() < curve(calm, "reward/color")[:5].mean() - 0.1
 
 # %% [markdown]
 """
 The reward rises, as a reward should. Nothing in its curve warns you. What warns you are the
-pictures, and a second reward that is only watched. (Turning the KL off also takes `kl` out of the
-log, which would have warned, too.)
+pictures, in which some colours take over while the reward has hardly moved, and a second reward
+that is only watched.
 
 ## 9. Held-out prompts
 
@@ -630,9 +676,10 @@ base, trained = score(False), score(True)
 # %% [markdown]
 """
 There is a way to better pictures without any training: draw k of them, and keep the one with the
-highest reward. This **best of k** is what a trained model has to beat
+highest reward. This costs k times as much for every picture that anyone wants, and training costs
+once. So this **best of k** is what a trained model has to beat
 ([`weigh_best`](../examples/intervals.py) finds it from eight). The bars and the band are 95 %
-intervals: between which values the mean over prompts may lie, by what 24 prompts can tell
+intervals of the mean over prompts like these, of which 24 are a sample
 ([`find_interval`](../examples/intervals.py)).
 """
 
@@ -650,16 +697,18 @@ axes.legend()
 low, high = find_interval(trained.mean(1) - best[-1])
 print(f"trained, one picture: {trained.mean():.3f}; base, best of 8: {mean[-1]:.3f}")
 print(f"difference, prompt by prompt: {low:+.3f} .. {high:+.3f}")
+print(f"std within a prompt: {base.std(1).mean():.3f} before, {trained.std(1).mean():.3f} after")
 assert low > 0
 
 # %% [markdown]
 """
-One picture of the trained model is better than the best of eight of the base model, and not by
-chance of the prompts, as the interval of the difference does not contain 0. Three things it does
-not say. Another seed of the training gives another model. A policy that hacks its reward passes
-this test, too, so look at other rewards and at the pictures. And these prompts are easy: this model
-knows the words of eight colours, and has been trained on all of them. [Other
-models](evaluate.md) need a harder test.
+On average, one picture of the trained model is better than the best of eight of the base model, and
+not because of which prompts were chosen, as the interval of the difference does not contain 0. Four
+things it does not say. Another seed of the training gives another model. A policy that hacks its
+reward passes this test, too, so look at other rewards and at the pictures. The base model still
+draws eight different pictures; the trained one does not. And these prompts are easy: three for each
+of eight colours, whose words this model knows and has been trained on. Those of one colour score
+alike, so they tell less than 24 others would. [Other models](evaluate.md) need a harder test.
 
 ## 10. Your turn
 
@@ -673,23 +722,22 @@ def warm(images, prompts, targets):
     pixels = grpo.pil_to_tensor(images)  # [N, 3, H, W], from 0 to 1
     return pixels[:, 0].mean((1, 2)) - pixels[:, 2].mean((1, 2))
 
-mine = train("--steps 10", rewards={"warm": (warm, 1.0)})
-show_samples(mine, 0, 10)
+mine = train("--steps 10 --kl-coef 0.01", rewards={"warm": (warm, 1.0)})
+show(read_samples(mine, 0), read_samples(mine, 10), titles=captions)
 first, last = curve(mine, "reward")[[0, -1]]
 print(f"reward {first:+.2f} in the first step, {last:+.2f} in the last")
-assert last > first + 0.1
 
 # %% [markdown]
 """
-It got what it wanted: every picture is warm now, whatever its prompt asks for. A reward that should
-leave the prompts alone must read them, or be one of two.
+It got what it wanted: every picture is warm now, whatever its prompt asks for. If pictures should
+still follow their prompts, the reward must look at the prompts, or be added to one that does.
 
 Now three exercises. Each has a solution, which is folded away.
 
 **1. Dr. GRPO in one line.** [Dr. GRPO](https://arxiv.org/abs/2503.20783) does not divide by the std
 of the group. Write its advantages in one line. Then take a group with rewards of 0.70, 0.71, 0.72
-and 0.73 and one with 0.1, 0.4, 0.6 and 0.9: how much does each of them count, in GRPO and in Dr.
-GRPO?
+and 0.73 and one with 0.1, 0.4, 0.6 and 0.9: how large are the advantages of each, in GRPO and in
+Dr. GRPO?
 
 <details>
 <summary>Solution</summary>
@@ -705,13 +753,14 @@ assert abs(alike.max() - apart.max()) < 0.1  # in GRPO, both count about the sam
 alike, apart = dr_grpo(two_groups, 4).split(4)
 assert alike.max() < apart.max() / 20  # in Dr. GRPO, what hardly differs hardly counts
 ```
-To train with it: `git apply examples/patches/dr_grpo.patch`.
+To train with it, in the folder of `grpo.py`: `git apply examples/patches/dr_grpo.patch`. (Dr. GRPO
+also drops a division by the length of an answer; pictures have one length.)
 
 </details>
 
 **2. A group of 2 against one of 8.** Which values can the advantages of a group of 2 have? Draw 64
-pictures for one prompt. Take them as one group of 64, as 8 groups of 8 and as 32 groups of 2. Which
-advantages are closer to those of the large group?
+pictures for one prompt (by `wrapper`, as section 6 left it). Take them as one group of 64, as 8
+groups of 8 and as 32 groups of 2. Which advantages are closer to those of the large group?
 
 <details>
 <summary>Solution</summary>
@@ -723,7 +772,7 @@ rewards, _ = grpo.compute_rewards(images, many.prompts, [None] * 64, color)
 of_64, of_8, of_2 = [grpo.compute_advantages(rewards, size) for size in (64, 8, 2)]
 
 # A group of 2 says which of the two is better, but not by how much: plus or minus the root of 1/2
-# (or less, if the two are so close that the 1e-6 below the fraction matters).
+# (or less, if the two are so close that the 1e-6 in the denominator matters).
 assert abs(of_2.abs().median() - 0.5**0.5) < 0.001 and of_2.abs().max() < 0.7072
 
 # The larger group is closer.
@@ -735,7 +784,7 @@ assert np.corrcoef(of_64, of_2)[0, 1] < np.corrcoef(of_64, of_8)[0, 1]
 **3. A wrapper of 30 lines.** Train another kind of model with the same trainer: one that consists
 of a single linear layer and draws 8 x 8 dots, each black or white. Teach it to draw light above and
 dark below. The comment "To train another kind of model" in [`grpo.py`](../grpo.py) lists what a
-wrapper needs.
+wrapper needs; `Rollout` and `sample_codes` help.
 
 <details>
 <summary>Solution</summary>
@@ -783,7 +832,9 @@ config = grpo.parse_args([*flags.split(), out])
 dots = grpo.GRPOTrainer(config, Dots(config), prompts, {"light_above": (light_above, 1.0)})
 with contextlib.redirect_stdout(io.StringIO()):
     dots.train()
-show_samples(dots, 0, 40)
+_, axes = plt.subplots(2)
+for each, step in zip(axes, (0, 40)):
+    each.imshow(Image.open(dots.out / f"samples_{step:05d}.png"))
 assert curve(dots, "reward")[-1] > curve(dots, "reward")[0] + 0.3
 ```
 [`toy.py`](../examples/toy.py) is a wrapper that reads its prompts, too.

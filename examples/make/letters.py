@@ -55,7 +55,7 @@ def make_models():
     """A pipeline with a code per letter. From a prompt that ends in CAT its policy reads
     C A T _ _."""
     pipe = tiny.make_models(ALPHABET)
-    word = "messages[0].content[0].text.split()[-1]"
+    word = "(messages[0].content[0].text.split() or [''])[-1]"
     pipe.processor.chat_template = "{{ %s.ljust(%d, '_') | join(' ') }}" % (word, SIZE)
     return pipe
 
