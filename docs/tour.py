@@ -500,8 +500,8 @@ for step in (1, 5, 10, 15, 20):
 
 # %% [markdown]
 """
-The `loss` is the KL times `--kl-coef`, of which more below: the rest of it is 0 again. And the same
-as curves, and in the pictures that a run saves:
+The `loss` is `kl` times `--kl-coef`, of which more below; the rest of it is 0 again. And the same as
+curves, and in the pictures that a run saves:
 """
 
 # %%
