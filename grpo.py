@@ -29,8 +29,8 @@ import numpy as np
 from PIL import Image, ImageColor, ImageOps
 from torch import nn
 
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these variables
-RANK = int(os.environ.get("RANK", 0)) % WORLD_SIZE  # one process alone is the first
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)  # torchrun sets these variables
+RANK = int(os.environ.get("RANK") or 0) % WORLD_SIZE  # one process alone is the first
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if CUDA else "cpu")
 
@@ -221,6 +221,7 @@ class LoRA:
     def __init__(self, model, layers, rank):
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
         self.enabled = True  # if not, the model is the reference of the KL
+        self.model = model
         self.weights = {}
         self.pairs = {}  # A and B of each linear layer
         self.copies = {}  # of A and B in another dtype
@@ -237,6 +238,9 @@ class LoRA:
 
     def attach(self):
         """A model has one LoRA at a time: this one takes the place of another trainer's."""
+        for linear in getattr(self.model, "adapted", []):
+            del linear.forward  # of the other one, which may have had other layers
+        self.model.adapted = [*self.pairs]
         for linear in self.pairs:
             linear.forward = functools.partial(self.forward, linear)
 
@@ -336,7 +340,7 @@ def choose_prompts(step, num_prompts, config):
 def format_prompts(prompts, targets):
     """The text of prompts.txt, which `load_prompts` reads."""
     return "".join(f"{prompt}\t{os.path.abspath(target)}\n" if target else f"{prompt}\n"
-                   for prompt, target in zip(prompts, targets))
+                   for prompt, target in zip(prompts, targets, strict=True))
 
 def check_prompts(prompts, targets, wrapper):
     """Refuses those that the model cannot read, or that would change when the run is resumed."""
@@ -358,15 +362,15 @@ class GRPOTrainer:
     """Trains the policy of a wrapper. rewards: {name: (function, weight)}, or None for those that
     config.reward names; targets: paths of pictures to imitate, or None."""
     def __init__(self, config, wrapper, prompts, rewards=None, targets=None):
+        check_settings(config)
         self.config = config
         self.wrapper = wrapper
         self.prompts = prompts
         self.rewards = load_rewards(config.reward) if rewards is None else rewards
         self.targets = targets or [None] * len(prompts)
-        attempt("rewards: must be {name: (function, weight)}",
-                lambda: [float(weight) for function, weight in self.rewards.values()])
         if rewards is not None:  # no command can load a notebook's functions: it refuses such names
-            config.reward = ",".join(f"{name}()" for name in rewards)
+            config.reward = attempt("rewards: must be {name: (function, weight)}", lambda: ",".join(
+                f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
         self.history = []  # one row a step
         self.log_text = ""  # the same as lines of JSON: a long list of rows takes a second to save
         new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
@@ -399,35 +403,38 @@ class GRPOTrainer:
         self.started = True
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             text = format_prompts(self.prompts, self.targets)
-            write_file(self.out / "prompts.txt", text.encode())
+            path = self.out / "prompts.txt"
+            if not path.exists() or format_prompts(*load_prompts(path)) != text:  # it has comments
+                write_file(path, text.encode())
             settings = vars(config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
             is_tiny = config.model == TINY_MODEL and not config.wrapper
             hint = " (the large one: --model zai-org/GLM-Image)" * is_tiny
             print(f"model: {config.model} on {DEVICE}{hint}\n"
                   f"files: {self.out}, at step {len(self.history)} of {config.steps}", flush=True)
-            if self.history:
-                write_file(self.out / "metrics.jsonl", self.log_text.encode())
-            else:
+            if not self.history:
                 self.save(0)  # pictures before training
+            write_file(self.out / "metrics.jsonl", self.log_text.encode())
 
     def check_disk(self):
-        """All machines must see one folder, and go on from one step. Else some would train another
-        model, in silence."""
+        """All machines must see one folder, go on from one step, and do the same. Else some would
+        train another model, in silence."""
         mark = [f"{time.time_ns()}.part"]  # a name that no cache of a network disk has seen
         if RANK == 0:
             attempt("--out", (self.out / mark[0]).touch)
         torch.distributed.broadcast_object_list(mark)
         path = self.out / mark[0]
         seen = [None] * WORLD_SIZE
-        torch.distributed.all_gather_object(seen, (path.exists(), len(self.history)))
+        numbers = [value for value in vars(self.config).values() if not isinstance(value, str)]
+        task = repr((numbers, self.prompts))  # without paths, which may differ between machines
+        torch.distributed.all_gather_object(seen, (path.exists(), len(self.history), task))
         if RANK == 0:
             path.unlink()
         if len({*seen}) > 1:
             if RANK == 0 and not os.listdir(self.out):
                 self.out.rmdir()  # it was made for this start
             raise BadInput(f"--out {self.out}: must be on a disk that all machines share, and the "
-                           "same path on each")
+                           "same path on each; so must be the flags and the prompts")
 
     def load(self, path):
         state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
@@ -437,8 +444,9 @@ class GRPOTrainer:
         if state["trainer"] != type(self).__name__ or done > self.config.steps:
             raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
                            f"{self.config.steps} of {type(self).__name__} are asked for")
-        self.lora.load(state["adapter"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        wrong = f"--resume: {path} is of another model, wrapper or --lora_rank"
+        attempt(wrong, self.lora.load, state["adapter"])
+        attempt(wrong, self.optimizer.load_state_dict, state["optimizer"])
 
     def train(self):
         config = self.config
@@ -457,6 +465,8 @@ class GRPOTrainer:
                 raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1")
             # 2. Decode.
             images = self.wrapper.decode(prompts, rollout.tokens, seeds)
+            if len(images) != len(rollout.prompts):
+                raise BadInput("--wrapper: its decode must give an image for each sample")
             # 3. Score.
             rewards, metrics = compute_rewards(images, rollout.prompts, targets, self.rewards)
             # 4. Compare.
@@ -543,6 +553,8 @@ class GRPOTrainer:
             path = self.out / "metrics.jsonl"
             with attempt(path, path.open, "ab", buffering=0) as file:
                 attempt(path, file.write, line.encode())
+                if file.tell() != len(self.log_text):
+                    raise BadInput(f"{path}: the disk is full, or another process trains here, too")
 
     def save(self, step):
         """There is a checkpoint after every step, so that a failure costs at most one."""
@@ -568,8 +580,8 @@ def write_file(path, data):
     disk or a loss of power spares the file."""
     partial = path.with_name(f"{path.name}.part")
     attempt(path, partial.write_bytes, data)
-    with open(partial) as file:
-        os.fsync(file)
+    with attempt(path, partial.open, "r+b") as file:
+        attempt(path, os.fsync, file)
     attempt(path, partial.replace, path)
 
 # --- GLM-Image, the machine room: two halves that take turns on a GPU ---------
@@ -757,14 +769,15 @@ def load_prompts(path):
         targets.append(path.parent / target[0] if target else None)
         if target:
             attempt(where, open_image, targets[-1])
-    if not prompts or path.suffix not in ("", ".txt"):
+    if not prompts or path.suffix.lower() not in ("", ".txt"):
         raise BadInput(f"--prompts {path}: must be a .txt file with a prompt on each line")
     return prompts, targets
 
 def import_name(text, flag="--wrapper"):
     """file.py:name -> what has this name in the file, or GLMImageWrapper for None. The file becomes
     a module, once: it can import its neighbours, and processes that it starts find its functions.
-    It hides no package: its folder comes last, and its module has a number if the name is taken."""
+    It hides no package: its folder comes last, and its module has a number if the name is taken
+    (which processes that are started anew do not find)."""
     if not text:
         return GLMImageWrapper
     path, _, name = text.rpartition(":")
@@ -775,7 +788,7 @@ def import_name(text, flag="--wrapper"):
                if getattr(module, "__file__", None) == str(path)]
     if not modules:
         sys.path.append(str(path.parent))
-        first = importlib.machinery.PathFinder.find_spec(path.stem)  # None for `reward.v2`
+        first = "." not in path.stem and importlib.machinery.PathFinder.find_spec(path.stem)
         is_free = path.stem not in sys.modules and first and first.origin == str(path)
         key = path.stem if is_free else f"{path.stem}_{len(sys.modules)}"
         spec = importlib.util.spec_from_file_location(key, path)
@@ -907,18 +920,21 @@ def main(argv=None, **defaults):
         trainer = GRPOTrainer(config, wrapper, prompts, targets=targets)
         trainer.train()
     except BaseException as error:  # whatever ends a run, its last line says how to go on
-        begun = trainer and trainer.started
+        begun = trainer and trainer.started and (trainer.out / "config.json").exists()
         program = "torchrun .." if WORLD_SIZE > 1 else "python"
         how = f"To go on: {program} grpo.py --resume '{trainer.out}'" if begun else ""
         if isinstance(error, KeyboardInterrupt):
             sys.exit(f"\nStopped. {how}".rstrip() if RANK == 0 else 1)
+        if isinstance(error, SystemExit) and begun:  # it would look as if all was done
+            sys.exit(f"A reward or the wrapper ended the program: {error!r}. {how}")
         if isinstance(error, BadInput):
             if isinstance(error.__cause__, BUGS):
                 traceback.print_exception(error.__cause__)
             line = " ".join(f"{Path(sys.argv[0]).name}: error: {error}".split())
             print(f"{line}\n{how}".rstrip(), file=sys.stderr)
             sys.exit(2)
-        error.add_note(how)
+        if begun:
+            error.add_note(how)
         raise
     if WORLD_SIZE > 1:
         torch.distributed.destroy_process_group()

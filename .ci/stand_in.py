@@ -5,7 +5,7 @@ from PIL import Image
 
 class StandIn(http.server.ThreadingHTTPServer):
     """answer(text, pictures) -> a text; a status; or, with likelihoods, a list of pieces (token, {token: probability}).
-    `change` is laid over each choice, and the next replies are `troubles`, pairs of a status and headers."""
+    `change` is laid over each choice, and the next replies are `troubles`, pairs of a status, or a body, and headers."""
     def __init__(self, answer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer, self.asked, self.requests = answer, [], 0
@@ -42,12 +42,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.requests += 1
             status, headers = self.server.troubles.pop(0) if self.server.troubles else (200, {})
+        text = None
+        if isinstance(status, bytes):
+            text, status = status, 200
         try:
             demand(status == 200, status, "in trouble")
             reply = self.complete(json.loads(data))
         except Refusal as refusal:
             status, reply = refusal.args[0], {"error": {"message": refusal.args[1], "type": "invalid_request_error"}}
-        body = json.dumps(reply).encode()
+        body = json.dumps(reply).encode() if text is None else text
         self.send_response(status)
         for name, value in dict(headers, **{"Content-Type": "application/json", "Content-Length": len(body)}).items():
             self.send_header(name, str(value))

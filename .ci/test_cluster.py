@@ -36,13 +36,14 @@ def find_port():
         free.bind(("localhost", 0))
         return str(free.getsockname()[1])
 
-def run_ranks(nodes, flags, ranks="01"):
-    """A process on each node, without torchrun: that is quick -> exit codes, what each printed."""
+def run_ranks(nodes, flags, ranks="01", each=("", "")):
+    """A process on each node, without torchrun: that is quick -> exit codes, what each printed. `each` has its own
+    flags."""
     env = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=find_port())
     processes = []
-    for node, rank in zip(nodes, ranks):
+    for node, rank, own in zip(nodes, ranks, each):
         (node / "log").unlink(missing_ok=True)
-        processes.append(start(node, TOY + flags, env=env | dict(RANK=rank)))
+        processes.append(start(node, f"{TOY}{flags} {own}", env=env | dict(RANK=rank)))
     return [end(process) for process in processes], [(node / "log").read_text() for node in nodes]
 
 def run_lines(folder, nodes, argv, **env):
@@ -144,6 +145,16 @@ def test_two_disks_are_refused(nodes, steps, first, second, ranks):
     for node, log in zip(nodes, logs):
         assert re.search(rf"^\S+: error: --out {node}/run: {REFUSED}", log.splitlines()[-1]), log
     assert before == {path: path.read_bytes() for node in nodes for path in node.glob("run/**/*") if path.is_file()}
+
+def test_other_flags_or_prompts_are_refused(tmp_path, nodes):
+    """A flag that was mended in one of two terminals: gradients of one policy were summed with those of another."""
+    for number, name in enumerate(("first", "second")):
+        (tmp_path / f"{name}.txt").write_text(f"a red fox\na blue bird {number}\n")
+    for flags in ("--lr 0.00{rank}1", "--prompts " + str(tmp_path / "{name}.txt")):
+        typed = [flags.format(rank=rank, name=name) for rank, name in enumerate(("first", "second"))]
+        codes, logs = run_ranks(nodes, f"--steps 2 --out {tmp_path}/run", each=typed)
+        assert codes == [2, 2] and all(["the flags and the prompts" in log for log in logs]), logs
+        assert not (tmp_path / "run").exists()
 
 def test_two_disks_are_refused_at_every_restart(tmp_path, nodes):
     """The page's lines for several machines: `--max-restarts` tries again what was refused. Without the variable, the

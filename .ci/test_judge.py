@@ -26,6 +26,8 @@ def server(monkeypatch):
                             no_proxy="", JUDGE_KEY="").items():  # a proxy that is not there
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(judge, "WAITS", [0.01, 0.02])
+    monkeypatch.setattr(judge, "READ", set())
+    judge.UNREAD.clear()
     yield server
     server.shutdown()
     server.server_close()
@@ -35,7 +37,8 @@ def server(monkeypatch):
     ("8", 8), ("8.", 8), ("8,5", 8.5), ("6.25", 6.25), ("0", 0), ("10", 10), ("10/10", 10), ("1/10", 1), ("8 / 10.", 8),
     ("I'd say 6.5 of 10", 6.5), ("a rating of 10", 10), ("**Rating:** 7", 7), ("8分", 8), ("\\boxed{8}", 8),
     ("on a scale of 0 to 10: 7", 7), ("On a scale from 0 (no) to 10 (yes), 0.", 0), ("1-10: 9", 9), ("8 out of 10", 8),
-    ("8/10, for its 3 foxes", 8), ("between 0 and 10, it is 4.", 4),
+    ("8/10, for its 3 foxes", 8), ("8 out of 10, for its 3 foxes", 8), ("8 / 10, 3 foxes", 8),
+    ("between 0 and 10, it is 4.", 4), ("5/5", None), ("4 / 5", None), ("5 of 5", None),
     ("<think>3 squares, 9?</think> 8", 8), ("so 3 of them</think>\n\n8", 8), ("<think>1</think><think>2</think>8", 8),
     ("<thinking>5</thinking><answer>8</answer>", 8), ("[THINK]5[/THINK]8", 8), ("◁think▷5◁/think▷8", 8),
     ("85", None), ("-3", None), ("−3", None), ("10.5", None), ("1,000", None), ("85%", None), ("4/5", None),
@@ -54,7 +57,10 @@ def test_ratings(server, answer, rating):
 
 @pytest.mark.parametrize("answer, win", [
     ("1", 1), ("2.", 0), ("0", 0.5), ("**2**", 0), ("Picture 2.", 0), ("picture #1 is better", 1), ("Answer: 2", 0),
-    ("The first, because it has 2 foxes.", 1), ("I see 1 fox in the second.", 0), ("2, because it has 1 fox", 0),
+    ("The first, because it has 2 foxes.", 1), ("I see 1 fox in the second.", 0), ("1 looks better.", 1),
+    ("2, because it has 1 fox", None), ("1 looks better than 2.", None), ("2 matches the prompt better than 1.", None),
+    ("1 beats 2", None), ("I prefer 1 over 2", None), ("1 out of 2", None), ("The first is not better.", None),
+    ("The first picture doesn't show a fox.", None), ("Picture 1 is less accurate.", None), ("The 2nd lacks it", None),
     ("Neither.", 0.5), ("Both show it equally.", 0.5), ("<think>1, no: the first</think>2", 0),
     ("<think>1", None), ("1 and 2", None), ("1, 2", None), ("about 12", None), ("1.5", None), (None, None),
     ("The second. The first has no fox", None), ("The picture with 2 foxes", None), ("not the first", None),
@@ -128,6 +134,31 @@ def test_yes_is_a_probability(server):
     assert scores == pytest.approx([0.6, 0.05, 0, 1, 0])
     assert server.asked[0][0] == 'Does this figure show "a fox"? Please answer yes or no.'
 
+@pytest.mark.parametrize("token, others", [
+    ('"Yes', {'"Yes': 0.9}), ("<answer>Yes", {"<answer>Yes": 1}), ("Yes", {"No": 0.4}), ("Yes", {"YES": 0.9, "yes": 0.15})])
+def test_a_yes_is_no_zero(server, token, others):
+    """A token that holds more than the word, or one whose own chance is not told, was worth 0; rounding went above 1."""
+    server.says = {0: [(token, others)]}
+    assert rewards.yes(paint(0), ["a fox"]) == [1]
+
+@pytest.mark.parametrize("change, score", [
+    ({"message": {"content": [{"type": "thinking", "thinking": "9"}, {"type": "text", "text": "8"}]}}, 8),
+    ({"message": {"content": 8}}, 0), ({"message": {"content": None, "refusal": ["no"]}}, 0),
+    *[({"logprobs": each}, 8) for each in (
+        [], {"content": "8"}, {"content": [{}]}, {"content": [{"token": "8", "top_logprobs": {"8": -0.1}}]},
+        {"content": [{"token": "8", "top_logprobs": [{"token": "8", "logprob": None}]}]},
+        {"content": [{"token": "8", "top_logprobs": [{"token": "8", "logprob": 1e9}]}]},
+        {"content": [{"token": "8", "top_logprobs": [{"token": "8", "logprob": float("nan")}]}]})]])
+def test_replies_of_another_form(server, change, score):
+    """Some servers send parts, or likelihoods in a form of their own. One such reply ended a run with a traceback."""
+    server.says, server.change = {0: "8", 9: "8"}, {}
+    assert rewards.judge(paint(9), ["an owl"]) == [8]
+    server.change = change
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert rewards.judge(paint(0), ["a fox"]) == [score]
+    assert len(told) == (score == 0)
+
 @pytest.mark.parametrize("refused", [{"top_logprobs", "logprobs"}, {"top_logprobs", "logprobs", "temperature"}])
 def test_a_model_that_refuses_settings(server, refused):
     """Some give no likelihoods, and some no other temperature than their own: HTTP 400."""
@@ -184,7 +215,7 @@ def test_the_key(server, monkeypatch, capfd):
     monkeypatch.setenv("JUDGE_KEY", "sk-wrong")
     server.says, server.key = {0: "8"}, "sk-wrong"
     server.troubles = [(302, {"Location": "http://127.0.0.2:9/"})]  # a key must not follow it
-    with pytest.raises(judge.BadInput, match="HTTP 302: "):
+    with pytest.raises(judge.BadInput, match="HTTP 302: moved to http://127.0.0.2:9/: type this address"):
         rewards.judge(paint(0), ["a fox"])
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503, 529])
@@ -199,7 +230,7 @@ def test_three_tries(server, status):
     assert server.requests == 6
 
 @pytest.mark.parametrize("wanted, seconds", [
-    ("7", 7), ("0.5", 2), ("86400", 60), (7, 7), (-99, 2), ("soon", 2), (None, 2)])
+    ("7", 7), ("0.5", 2), ("86400", 60), ("Wed, 21 Oct 99999 07:28:00 GMT", 2), (7, 7), (-99, 2), ("soon", 2), (None, 2)])
 def test_retry_after(server, monkeypatch, wanted, seconds):
     """A server that says when it will be free is asked then, and not before; numbers here are dates."""
     waited = []
@@ -227,6 +258,35 @@ def test_a_server_that_is_silent_or_down(monkeypatch, server):
     with pytest.raises(judge.BadInput, match=r"^JUDGE_URL=\S+ JUDGE_MODEL=any: .*refused"):
         rewards.judge(paint(0), ["a fox"])
 
+@pytest.mark.parametrize("body", [b'{"error": {"code": 429}}', b'{"choices": [{"message": {"content": "8"', b"<html>", b"[]"])
+def test_trouble_after_a_200(server, body):
+    """A relay may say so, or break off, after a status of 200. It ended a run of days; so did a byte order mark."""
+    server.says, server.troubles = {0: "8"}, [(body, {})] * 2
+    assert rewards.judge(paint(0), ["a fox"]) == [8] and server.requests == 3
+    server.troubles = [(b'\xef\xbb\xbf{"choices": [{"message": {"content": "7"}}]}', {})]
+    assert rewards.judge(paint(0), ["a fox"]) == [7] and server.requests == 4
+    server.troubles = [(body, {})] * 3
+    with pytest.raises(judge.BadInput, match="a reply without an answer: "):
+        rewards.judge(paint(0), ["a fox"])
+
+@pytest.mark.parametrize("key", ["0", "8", "e", "token", "content"])
+def test_a_short_key(server, monkeypatch, key):
+    """Local servers have keys such as 0. It was blotted out in the reply, before that was read."""
+    server.says, server.key = {0: "8"}, key
+    monkeypatch.setenv("JUDGE_KEY", key)
+    assert rewards.judge(paint(0), ["a fox"]) == [8]
+
+def test_a_prompt_that_is_always_refused(server):
+    """evaluate.py asks prompt by prompt: what a filter refuses ended it, and all that was drawn was lost. A server from
+    which nothing can be read any more ends a run, later."""
+    server.says = lambda text, pictures: 400 if "owl" in text else "8"
+    with pytest.warns(UserWarning, match="cannot read this answer"):
+        assert rewards.judge(paint(0, 9), ["a fox", "an owl"]) == [8, 0]
+        for i in range(judge.MANY - 1):
+            assert rewards.judge(paint(i), ["an owl"]) == [0]
+        with pytest.raises(judge.BadInput, match=f"judge can read none of {judge.MANY + 1} answers"):
+            rewards.judge(paint(99), ["an owl"])
+
 def test_one_picture_that_is_refused(server):
     """A filter that rejects a picture rejects it at each --resume, too; a wrong model is wrong for all."""
     server.says = {0: 400, 9: "8"}
@@ -237,6 +297,7 @@ def test_one_picture_that_is_refused(server):
     ("JUDGE_MODEL", "other", "HTTP 404: .*The model other does not exist"),
     ("JUDGE_MODEL", "", "JUDGE_MODEL: is not set"), ("JUDGE_URL", "", "JUDGE_URL: is not set"),
     ("JUDGE_URL", "127.0.0.1:80", "must begin with http"), ("JUDGE_URL", "http://", "must begin with http"),
+    ("JUDGE_URL", "http://:8000", "and a host"), ("JUDGE_URL", "http://[::1", "Invalid IPv6"),
     ("JUDGE_URL", "http://127.0.0.1:port", "nonnumeric port")])
 def test_wrong_settings(run, monkeypatch, server, name, value, message):
     """One line, without a traceback; the program asks one question, to try them."""

@@ -9,8 +9,15 @@ WINDOW = 10  # steps: one alone says little, as each has other prompts
 def find_alarms(rows, settings):
     """Rows of metrics.jsonl, config.json -> a text for each alarm, in the order of their steps.
     Each is given once, at the first step where it holds."""
+    rows = skip_other_rewards(rows)
     found = find_falls(rows, settings) + find_stops(rows) + find_collapses(rows)
     return [f"step {step}: {text}" for step, text in sorted(found)]
+
+def skip_other_rewards(rows):
+    """The rows since the rewards are these: a run may be resumed with others."""
+    names = [{name for name in row if name.startswith("reward/")} for row in rows]
+    starts = [i for i in range(1, len(rows)) if names[i] != names[i - 1]]
+    return rows[starts[-1]:] if starts else rows
 
 def read_values(rows, name):
     """-> [(step, value)]. A reward may have been added on the way; what is not finite is None."""
@@ -25,8 +32,9 @@ def list_windows(values):
 
 # --- A witness falls ----------------------------------------------------------
 def list_witnesses(reward):
-    """"mine.py:sharp,color=0" -> the rewards of weight 0, which are only logged."""
-    parts = [part.rpartition(":")[2].partition("=") for part in reward.split(",")]
+    """"mine.py:sharp,color=0" -> the rewards of weight 0, which are only logged. Those of a
+    notebook are "bright()=1"."""
+    parts = [part.rpartition(":")[2].replace("()", "").partition("=") for part in reward.split(",")]
     return [name.strip() for name, _, weight in parts if weight.strip() and float(weight) == 0]
 
 def find_falls(rows, settings):
@@ -37,7 +45,8 @@ def find_falls(rows, settings):
     for name in list_witnesses(settings.get("reward", "")):
         for step, first, last in list_windows(read_values(rows, f"reward/{name}")):
             error = math.sqrt((variance(first) + variance(last)) / WINDOW)
-            if fmean(last) < fmean(first) - 4 * error:
+            rounding = 1e-6 * max(1, abs(fmean(first)))
+            if fmean(last) < fmean(first) - max(4 * error, rounding):
                 found.append((step, (
                     f"reward/{name}, which is only logged, was {fmean(first):.4g} in its first ten "
                     f"steps, and {fmean(last):.4g} in the ten up to here. The reward may rise at "
@@ -86,7 +95,8 @@ def find_collapses(rows):
     found = []
     for name in ("entropy", "reward_std"):
         for step, first, last in list_windows(read_values(rows, name)):
-            if fmean(last) < fmean(first) / 100:
+            # The entropy of continuous actions, as in flow.py, may be negative.
+            if min(first + last) >= 0 and fmean(last) < fmean(first) / 100:
                 found.append((step, (
                     f"{name} has fallen to {fmean(last):.2g}, less than a hundredth of what it was "
                     f"in the first ten steps ({fmean(first):.2g}): the pictures of a group have "

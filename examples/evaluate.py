@@ -11,7 +11,7 @@ that only weights make a difference. The first adapter is what the others are co
 first run's folder gets evaluation.json, with every score, and film.png, a grid of pictures; an
 adapter's that lies in no run does not, as it may be uploaded: they are written here. The best of k
 images of each adapter, for k up to half of --samples, tells whether training gave more than to draw
-many and keep the best. With --follow, evaluation.jsonl gets a line for each adapter while it trains.
+many and keep the best. With --follow, evaluation.jsonl gets a line for each adapter, in time.
 """
 import argparse, contextlib, functools, importlib.util, json, os, re, sys, time, zlib
 from pathlib import Path
@@ -55,7 +55,8 @@ from examples.runs import (
     LIMIT, PICTURE, check_prompts, choose_steps, find_home, find_weights, is_editor, load_weights,
     open_run, report, take_number, take_settings, tell_differences)
 from examples.scores import choose_seeds, find_relative, measure_adapter, summarize
-from examples.tables import draw_best, print_agreement, print_best, print_table
+from examples.tables import (
+    draw_best, print_agreement, print_best, print_table, turn_negative)
 
 HELD_OUT = Path(__file__).with_name("make") / "held_out.txt"
 
@@ -176,13 +177,17 @@ def find_news(run, every):
     done. Training writes samples_00010.png, then the adapter, then the checkpoint."""
     last = read_settings(run.folder)["steps"]
     weights = find_weights(run.folder)
+    log = run.folder / "metrics.jsonl"
+    # Its last weights may have been deleted. They are written a moment after the row.
+    is_done = [row["step"] for row in read_rows(run.folder)[-1:]] == [last] and (
+        time.time() - log.stat().st_mtime > 600)
     steps = [step for step, where in weights.items()
              if step == last or (step % every == 0 and not isinstance(where, dict))]
     saved = {int(match[1]) for path in run.folder.iterdir()
              if (match := re.fullmatch(r"samples_(\d{5,})\.png", path.name))}
     gone = {step for step in saved - {*weights}
             if step < max(weights, default=0) and step % every == 0}
-    return steps, gone, last in weights
+    return steps, gone, last in weights or is_done
 
 @contextlib.contextmanager
 def claim(run, step, settings):
@@ -196,7 +201,8 @@ def claim(run, step, settings):
         text = file.read()
         end = text.rfind(b"\n") + 1
         file.truncate(end)  # a line that a kill has cut
-        rows = [json.loads(line) for line in text[:end].splitlines()]
+        rows = [grpo.attempt(f"{path}, line {number}", json.loads, line)
+                for number, line in enumerate(text[:end].splitlines(), start=1)]
         for row in rows[-1:]:
             if row["settings"] != settings:
                 raise grpo.BadInput(f"{path}: was written with other settings, {row['settings']}; "
@@ -245,8 +251,10 @@ def compare(args):
     differences = tell_differences(runs)
     if differences:
         print(differences)
-    absolute = [name for name in rewards if name not in relative]
     print_table([*chosen], results, relative)
+    results = turn_negative(results, rewards)
+    absolute = [f"-{name}" if weight < 0 else name for name, (_, weight) in rewards.items()
+                if name not in relative]
     print_best([*chosen], results, absolute)
     print_agreement([*chosen][0], results[0], absolute)
     if args.curve:

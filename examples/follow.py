@@ -172,7 +172,10 @@ def stop_between_rows(stopped):
         signal.signal(getattr(signal, name), lambda *_: stopped.set())
 
 def read_json(path):
-    return json.loads(path.read_bytes()) if path.is_file() else {}
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        fail(f"{path}: {error}; without this file, all is sent again")
 
 def write_json(path, value):
     """Under another name first, so that a kill spares the file."""

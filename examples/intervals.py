@@ -50,8 +50,8 @@ def find_crossing(curve):
             return 1.0 if i == 0 else i + 1 - value / (value - curve[i - 1])
 
 def find_agreement(first, second):
-    """Two rewards of the samples of a prompt [n] each -> Kendall's tau, -1 to 1: of two samples, how
-    often the rewards prefer the same, minus how often they do not."""
+    """Two rewards of the samples of a prompt [n] each -> Kendall's tau, -1 to 1: of two samples,
+    how often the rewards prefer the same, minus how often they do not."""
     signs = [np.sign(np.subtract.outer(scores, scores)) for scores in (first, second)]
     n = len(first)
     return (signs[0] * signs[1]).sum() / (n * (n - 1))

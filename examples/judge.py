@@ -48,14 +48,15 @@ def make_request(body):
         if not os.environ.get(name):
             raise BadInput(f"{name}: is not set; this reward asks a server, and needs its address "
                            "(JUDGE_URL=http://127.0.0.1:8000) and the name of its model")
-    url = find_endpoint(os.environ["JUDGE_URL"])
-    if not re.match("https?://[^/]", url):
-        raise BadInput(f"JUDGE_URL={os.environ['JUDGE_URL']}: must begin with http:// or https://")
+    name = f"JUDGE_URL={os.environ['JUDGE_URL']}"
+    url = attempt(name, find_endpoint, os.environ["JUDGE_URL"])
+    host = urllib.parse.urlsplit(url).hostname
+    if not host or not re.match("https?://", url):
+        raise BadInput(f"{name}: must begin with http:// or https:// and a host")
     headers = {"Content-Type": "application/json"}
     if read_key():
         headers["Authorization"] = f"Bearer {read_key()}"
     openers = [NoErrors]
-    host = urllib.parse.urlsplit(url).hostname
     if host in ("localhost", "::1", "0.0.0.0") or host.startswith("127."):
         openers.append(urllib.request.ProxyHandler({}))  # a proxy would look on its own machine
     body = json.dumps({"model": os.environ["JUDGE_MODEL"], **body}).encode()
@@ -65,34 +66,48 @@ def make_request(body):
 def send(body):
     """-> status, text of the server's reply; None and the error's text, if there is none. What
     passes by itself is tried three times: a server that is busy (429), fails (5xx), is silent for
-    too long, or is just being started again."""
+    too long, or is just being started again; or one that says so, or breaks off, after a 200."""
     request, opener = make_request(body)
     for seconds in [*WAITS, None]:
         try:
             with opener.open(request, timeout=TIMEOUT) as reply:
-                status, text = reply.status, reply.read().decode("utf-8", "replace")
+                status, text = reply.status, reply.read().decode("utf-8-sig", "replace")
                 wanted = reply.headers.get("Retry-After", "")
+                moved = reply.headers.get("Location") if 300 <= status < 400 else None
         except (OSError, http.client.HTTPException) as error:
             status, text, wanted = None, str(error) or repr(error), ""
-        if status and status < 500 and status not in (408, 429):
+        if status and status < 500 and status not in (408, 429) and (
+                status != 200 or read_choice(text)):
             break
         if seconds is not None:
             time.sleep(max(seconds, read_wait(wanted)))
-    return status, text.replace(read_key() or "\0", "$JUDGE_KEY")  # some servers repeat it
+    return status, f"moved to {moved}: type this address" if status and moved else text
+
+def read_choice(reply):
+    """The text of a reply -> what the model says, one of the protocol's `choices`, or None."""
+    try:
+        choice, *_ = json.loads(reply)["choices"]
+        choice["message"].get("content")
+        return choice
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
 
 def read_wait(wanted):
     """Retry-After, which is a number of seconds or a date -> seconds. At most a minute: a run that
     waits for longer looks as if it hung."""
-    date = email.utils.parsedate_tz(wanted)
-    if date:
-        seconds = email.utils.mktime_tz(date) - time.time()
-    else:
+    try:
+        seconds = email.utils.mktime_tz(email.utils.parsedate_tz(wanted)) - time.time()
+    except (TypeError, ValueError, OverflowError):  # it is no date, or one of no calendar
         seconds = float(wanted) if re.fullmatch(r"\d+(\.\d+)?", wanted) else 0
     return min(max(seconds, 0), 60)
 
+def hide_key(text):
+    """Of what is printed: some servers repeat the key."""
+    return text.replace(read_key() or "\0", "$JUDGE_KEY")
+
 def fail(text):
     raise BadInput(f"JUDGE_URL={os.environ['JUDGE_URL']} JUDGE_MODEL={os.environ['JUDGE_MODEL']}: "
-                   f"{text:.500}")
+                   f"{hide_key(text):.500}")
 
 def post(question):
     """A text and pictures -> what the model says, one of the protocol's `choices`."""
@@ -109,34 +124,56 @@ def post(question):
         return {"message": {"refusal": f"HTTP {status}: {reply}"}}
     if status != 200:
         fail(f"HTTP {status}: {reply}" if status else reply)
-    try:
-        choice, *_ = json.loads(reply)["choices"]
-        choice["message"].get("content")
-    except (ValueError, LookupError, TypeError, AttributeError):
-        fail(f"a reply without an answer: {reply}")
-    return choice
+    return read_choice(reply) or fail(f"a reply without an answer: {reply}")
+
+READ = set()  # rewards that could read an answer
+UNREAD = collections.Counter()  # answers that they could not read, in a row
+MANY = 50  # such answers end a run; of one prompt all may be refused, and evaluate.py asks for each
 
 def ask(name, questions, read):
     """-> {question: what `read` makes of its answer, or None}. Eight questions are asked at a time,
-    and equal ones once."""
+    and equal ones once. If no answer could ever be read, or MANY in a row could not, that is an
+    error: all rewards would be equal, for hours."""
     questions = list(dict.fromkeys(questions))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         choices = list(pool.map(post, questions))
     found = {}
     for question, choice in zip(questions, choices):
-        content = choice["message"].get("content") or ""
-        said = content or choice["message"].get("refusal") or ""
+        content = read_text(choice["message"])
+        said = str(content or choice["message"].get("refusal") or "")
         answer = skip_thoughts(content)
         if choice.get("finish_reason") == "length":
             answer = ""  # what was cut off may be thoughts, and a number in it anything
-        tokens = (choice.get("logprobs") or {}).get("content") or []
-        found[question] = read(answer, tokens)
-        if found[question] is None:
-            told = f"{said!r}" if len(said) < 200 else f"{said[:90]!r} .. {said[-90:]!r}"
-            warnings.warn(f"{name} cannot read this answer: {told}")
-    if found and all([value is None for value in found.values()]):
-        fail(f"{name} can read none of {len(found)} answers, such as {told}")
+        found[question] = read_answer(read, answer, choice)
+        if found[question] is not None:
+            READ.add(name)
+            UNREAD[name] = 0
+            continue
+        UNREAD[name] += 1
+        told = f"{said!r}" if len(said) < 200 else f"{said[:90]!r} .. {said[-90:]!r}"
+        warnings.warn(f"{name} cannot read this answer: {hide_key(told)}")
+    if UNREAD[name] > (MANY if name in READ else 0):
+        fail(f"{name} can read none of {UNREAD[name]} answers, such as {told}")
     return found
+
+def read_text(message):
+    """The protocol has a text here, or a list of parts."""
+    parts = message.get("content")
+    if isinstance(parts, list):
+        parts = "".join([str(part.get("text", "")) for part in parts
+                         if isinstance(part, dict) and part.get("type") == "text"])
+    return parts if isinstance(parts, str) else ""
+
+def read_answer(read, answer, choice):
+    """-> what `read` makes of an answer. Likelihoods that are not as the protocol has them are left
+    out."""
+    try:
+        value = read(answer, choice["logprobs"]["content"])
+        if value is None or math.isfinite(value):
+            return value
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        pass
+    return read(answer)
 
 def to_url(image):
     file = io.BytesIO()
@@ -159,15 +196,18 @@ SCALE = re.compile(
 # 7, 8.5 and 8,5, which is German for it; but not 2D, 85%, 1,000 or 8.5.1.
 NUMBER = re.compile(
     r"(?<![a-z\d.,])[-−–]?\d+(\.\d+|,\d\d?)?(?![a-z\d]| ?%|[.,]\d)", re.IGNORECASE)
+FRACTION = re.compile(r"\d ?(/|(out )?of) ?\d", re.IGNORECASE)  # of another scale, as 4/5
 
 def read_rating(answer, tokens=()):
     """-> the one number of the answer, if that is within 0..10; else None. If the server told how
     likely other answers were, it is their mean: two pictures hardly ever have the same."""
-    numbers = list(NUMBER.finditer(SCALE.sub(lambda scale: " " * len(scale[0]), answer)))
+    without_scale = SCALE.sub(lambda scale: " " * len(scale[0]), answer)
+    numbers = list(NUMBER.finditer(without_scale))
     # A number with a scale, as in "8/10, for its 3 foxes", needs not be the only one.
-    numbers = [number for number in numbers if SCALE.match(answer, number.end())] or numbers
+    numbers = [number for number in numbers
+               if SCALE.match(re.sub("^ ", "", answer[number.end():]))] or numbers
     values = {float(re.sub("[−–]", "-", number[0]).replace(",", ".")) for number in numbers}
-    if len(values) != 1 or not 0 <= min(values) <= 10:
+    if len(values) != 1 or not 0 <= min(values) <= 10 or FRACTION.search(without_scale):
         return None
     return expect_rating(values.pop(), find_tokens(answer, numbers[0].start(), tokens))
 
@@ -211,29 +251,32 @@ def find_mean(weights):
     return sum([value * weight for value, weight in weights.items()]) / weights.total()
 
 def read_yes(answer, tokens=()):
-    """-> P(yes) in the place of the answer's one "yes" or "no"; without likelihoods 1 or 0."""
+    """-> P(yes) in the place of the answer's one "yes" or "no"; 1 or 0 if the server does not tell
+    how likely that word was."""
     words = list(re.finditer(r"\b(yes|no)\b", answer, re.IGNORECASE))
     if len({word[0].lower() for word in words}) != 1:
         return None
     place, word = words[0].start(), words[0][0].lower()
     rest = find_tokens(answer, place, tokens)
     chances = find_chances(rest[0]) if rest else {}
-    return chances.get("yes", 0.0) if chances else float(word == "yes")
+    return min(chances.get("yes", 0.0), 1.0) if word in chances else float(word == "yes")
 
 # What names the better picture: a word, or a digit that does not count things, as in "2 foxes".
 WINNERS = re.compile(
     r"\b(?P<first>first|1st)\b|\b(?P<second>second|2nd)\b"
     r"|\b(?P<tie>neither|both|equal|equally|tie|same)\b"
     r"|\b(?:picture|image|photo|option|answer) ?\W?([012])\b|(?<![\w.,/-])([012])(?!\w|[.,/-]\d)"
-    r"(?! (?!is|was|has|shows|wins|because|as|since|and|or|vs)[a-z])", re.IGNORECASE)
+    r"(?! (?!is|was|has|shows|looks|wins|fits|matches|because|as|since)[a-z])", re.IGNORECASE)
 
 def read_winner(answer, tokens=()):
     """-> 1 if the first picture is better, 0 if the second is, 0.5 for a tie; None if it is not
-    clear, as where both are named."""
+    clear, as where both are named, or one is not better."""
     named = set()
+    digits = {*re.findall(r"(?<![\w.,/-])[012](?!\w|[.,/-]\d)", answer)}
     for match in WINNERS.finditer(answer):
         named.add(match.lastgroup or "tie first second".split()[int(match[4] or match[5])])
-    if len(named) != 1 or re.search(r"\b(worse|not (the|[012]))\b", answer):
+    denied = r"\b(worse|not|less|lacks?|missing|fails?)\b|n['’]t\b"
+    if len(named) != 1 or len(digits) > 1 or re.search(denied, answer, re.IGNORECASE):
         return None
     return dict(first=1, second=0, tie=0.5)[named.pop()]
 

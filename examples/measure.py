@@ -264,8 +264,8 @@ class FakeGPU(CountOperations):
             query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
 class Normalize(torch.autograd.Function):
-    """What `F.rms_norm` launches and keeps on a GPU, one kernel each way; elsewhere PyTorch composes
-    it of several. A product has the same shapes."""
+    """What `F.rms_norm` launches and keeps on a GPU, one kernel each way; elsewhere PyTorch
+    composes it of several. A product has the same shapes."""
     @staticmethod
     def forward(ctx, x, shape, weight, eps):
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))

@@ -49,7 +49,9 @@ def read_samples(run):
                 continue
             n = count or max(1, sheet.width // read_settings(run)["width"])
             width, rest = divmod(sheet.width, n)
-            if rest:
+            settings = read_settings(run)
+            is_wide = width * settings.get("height", 0) > sheet.height * settings.get("width", 0)
+            if rest or (is_wide and not settings.get("wrapper")):  # a wrapper's may have any shape
                 fail(f"{path}: it has not the pictures of {n} prompts, which prompts.txt has")
             samples[int(match[1])] = [
                 sheet.crop((i * width, 0, (i + 1) * width, sheet.height)) for i in range(n)]
@@ -76,7 +78,7 @@ def print_ends(run, rows):
             print(f"{run}  {name}: first step {values[0]:.3f}, last {values[-1]:.3f}")
 
 def draw_held_out(axes, run, metric, color):
-    """What `evaluate.py --follow` has measured, with the 95 % interval as a band -> {name: line}."""
+    """What `evaluate.py --follow` has measured, with its 95 % interval as a band -> {name: line}."""
     points = sorted([(row["step"], *row[metric]) for row in read_rows(run, "evaluation.jsonl")
                      if metric in row])
     if not points:
@@ -197,6 +199,8 @@ def plot(args):
     every = [row for rows in runs.values() for row in rows]
     metric = args.metric or ("reward" if "reward" in find_metrics(every) else "loss")
     for run, rows in runs.items():
+        if not rows:
+            fail(f"{run}: has no step yet")
         if not any([metric in row for row in rows]):
             fail(f"{run}: has no {metric}; see --metric")
     draw_curves(runs, metric, args.curve)
@@ -213,7 +217,7 @@ def main():
         plot(args)
     except KeyboardInterrupt:
         sys.exit("Stopped.")
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, LookupError, TypeError, ValueError) as error:
         fail(f"{' '.join(args.runs)}: {type(error).__name__}: {error}")
 
 if __name__ == "__main__":

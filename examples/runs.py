@@ -1,5 +1,5 @@
-"""What opens a run. A program knows a run by its folder, which has its settings, wrapper, prompts and
-weights; those that draw from it or measure it take all of that from here.
+"""What opens a run. A program knows a run by its folder, which has its settings, wrapper, prompts
+and weights; those that draw from it or measure it take all of that from here.
 """
 import dataclasses, itertools, json, os, re, sys, traceback, typing
 from pathlib import Path
@@ -97,7 +97,7 @@ def name_step(run, step):
 
 def read_adapter_config(folder, name):
     path = folder / "adapter_config.json"
-    config = grpo.attempt(path, json.loads, path.read_bytes())
+    config = grpo.attempt(path, lambda: json.loads(path.read_bytes()))
     if name not in config:
         raise grpo.BadInput(f"{path}: has no {name}")
     return config[name]

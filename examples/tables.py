@@ -36,8 +36,15 @@ def print_table(labels, results, relative=()):
                   f"{show_interval(changes)}  {np.mean(changes > 0):6.0%}")
 
 # --- Best of k ----------------------------------------------------------------
+def turn_negative(results, rewards):
+    """Rewards of negative weight, of which less is better, become `-name`, of which more is."""
+    turned = {name for name, (_, weight) in rewards.items() if weight < 0}
+    return [[{f"-{name}" if name in turned else name: [-value for value in values]
+              if name in turned else values for name, values in row.items()} for row in rows]
+            for rows in results]
+
 def find_best(rows, name, k, other=None):
-    """-> [P]: the best of k by the reward `name`, or what another reward gives to the one picked."""
+    """-> [P]: the best of k by the reward `name`, or what another one gives to the one picked."""
     return np.array([weigh_best(row[name], k) @ np.array(row[other or name]) for row in rows])
 
 def choose_sizes(results, name):
