@@ -47,6 +47,20 @@ def test_a_witness_that_came_later():
     later = [{name: value for name, value in row.items() if name != "reward/color" or row["step"] > 30} for row in rows]
     assert find(later) == [(52, "reward/color")]  # 7 of the last ten have fallen: 0.14 is more than 4 x 0.031
 
+def test_a_witness_of_a_notebook_and_one_that_is_constant():
+    """Its reward has no weight in `bright()`. A fall of 1e-7 is rounding: "was 1 .., and 1 in the ten up to here"."""
+    for fall, expected in ((0.2, [(27, "reward/w")]), (1e-7, [])):
+        rows = make_rows(**{"reward/w": lambda i: 1 - fall * (i > 20)})
+        assert find(rows, dict(reward="bright()=1,w()=0")) == expected
+
+def test_a_run_that_goes_on_with_another_reward():
+    """The std of `judge` was compared with that of `jpeg`, a hundredth of it, and the pictures called alike."""
+    rows = make_rows(15, **{"reward/judge": lambda i: 5, "reward_std": lambda i: 2})
+    rows += make_rows(40, **{"reward/jpeg": lambda i: 0.9, "reward_std": lambda i: 0.008})[15:]
+    assert not find(rows)
+    rows[-10:] = [row | dict(reward_std=7e-5) for row in rows[-10:]]
+    assert find(rows) == [(40, "reward_std has fallen to 7e-05")]
+
 @pytest.mark.parametrize("column, value, words", [
     ("reward_std", 0, "the rewards of every group have been equal for ten steps"),
     ("reward_std", statistics.pstdev([0.1] * 6) + 1.5e-17, "the rewards of every group have been equal for ten steps"),
@@ -67,6 +81,12 @@ def test_a_collapse(name):
         assert found == expected
     early = make_rows(20, **{name: lambda i: 0.1 if i <= 10 else 0.0005})
     assert [step for step, _ in find(early)] == [20]  # as soon as there are ten and ten
+
+def test_an_entropy_below_0():
+    """That of continuous actions, as in flow.py: "has fallen to -0.022, less than a hundredth" of -0.21, in each run."""
+    rng = random.Random(0)
+    for mean in (-0.2, 0):
+        assert not any([find(make_rows(100, entropy=lambda i: rng.gauss(mean, 0.1))) for _ in range(50)])
 
 def test_texts_say_what_to_do_in_the_order_of_steps():
     rows = make_rows(entropy=lambda i: 0.1 if i < 15 else 0, grad_norm=lambda i: None if i > 40 else 1)

@@ -246,6 +246,16 @@ def test_rewards_that_disagree(capsys):
     assert capsys.readouterr().out.splitlines()[-1].split() == "a, b +0.000 -1.000 .. +1.000".split()
     assert find_agreement([1, 2, 3], [2, 1, 3]) == pytest.approx(1 / 3)
 
+def test_less_is_better_of_a_reward_with_a_negative_weight(capsys):
+    """The best of k was the one with most blur, and the two agreed where training prefers the opposite."""
+    rewards = dict(color=(None, 1), blur=(None, -0.5))
+    rows, = tables.turn_negative([[dict(color=[1, 2, 3, 4], blur=[5, 6, 7, 8])]], rewards)
+    assert rows == [dict(color=[1, 2, 3, 4]) | {"-blur": [-5, -6, -7, -8]}]
+    tables.print_best(["step 0"], [rows], ["-blur"])
+    tables.print_agreement("step 0", rows, ["color", "-blur"])
+    out = capsys.readouterr().out
+    assert "-blur, best of k" in out and "color, -blur" in out and "-1.000" in out and "-5.667" in out  # -6.5, by twos
+
 # --- While a run goes on ------------------------------------------------------------------------------------
 def read(run):
     return [json.loads(line) for line in Path(run, "evaluation.jsonl").read_text().splitlines()]
@@ -289,6 +299,15 @@ def test_follow(run, monkeypatch):
 def follow(flags):
     sys.argv = ["evaluate.py", *flags.split()]
     evaluate.main(evaluate.parse_args())
+
+def test_a_run_whose_last_weights_are_gone_is_over(tmp_path):
+    """The follower waited for them without end."""
+    (tmp_path / "config.json").write_text('{"steps": 2}')
+    log = tmp_path / "metrics.jsonl"
+    for steps, age, is_over in ((1, 9999, False), (2, 9999, True), (2, 60, False)):
+        log.write_text("".join([f'{{"step": {i + 1}}}\n' for i in range(steps)]))
+        os.utime(log, (time.time() - age,) * 2)
+        assert evaluate.find_news(types.SimpleNamespace(folder=tmp_path), 1) == ([], set(), is_over)
 
 def test_two_followers_and_kills(run):
     """Two at a time, killed amid a row, two others: each of 41 rows is there once, as without all this."""

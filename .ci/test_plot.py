@@ -38,6 +38,14 @@ def test_each_sheet_is_cut_by_its_own_width(run, tmp_path):
     assert film.size == (800, 600) and film.getpixel((700, 430)) == BLUE
     assert [pair.getpixel((275, y)) for y in (250, 440, 550, 617, 680)] == [RED, WHITE, WHITE, RED, WHITE]
 
+@pytest.mark.parametrize("size, is_cut", [((64, 64), False), ((96, 32), True)])
+def test_a_prompt_that_was_taken_out(run, tmp_path, size, is_cut):
+    """Three pictures became one for one prompt. Pictures of another shape are of an earlier size."""
+    folder = make_run(tmp_path / "mine", prompts="red\n", sizes={0: size})
+    (folder / "config.json").write_text(json.dumps(dict(steps=2, save_every=2, width=64, height=64)))
+    code, out, error = run("plot", "mine --film film.png")
+    assert (code == 0) == is_cut and ("it has not the pictures of 1 prompts" in error) != is_cut, error
+
 def test_words_are_those_of_the_run(run, tmp_path):
     """They were those of --prompts, which is edited later, or of prompts.txt for a notebook and for sft.py; a prompt
     with U+2028 became two, and all others stood above wrong pictures."""
@@ -116,6 +124,10 @@ def test_what_is_damaged_is_told(run, tmp_path):
     assert Image.open("curve").format == "PNG"
     log.write_text("<<<<\n" + log.read_text())
     assert run("plot", "mine")[2].startswith("plot.py: error: mine/metrics.jsonl, line 1: ")
+    for text, told in (("", "has no step yet"), ("null\n", "TypeError: "), ('{"step": 1}\n7\n', "TypeError: ")):
+        log.write_text(text)
+        code, out, error = run("plot", "mine")
+        assert code == 2 and re.fullmatch(f"plot.py: error: mine: {told}.*\n", error), error
 
 def test_the_legend_names_all_runs(run, tmp_path):
     """matplotlib leaves out names that begin with an underscore, and those for which it has no room."""

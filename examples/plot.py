@@ -49,13 +49,18 @@ def read_samples(run):
                 continue
             n = count or max(1, sheet.width // read_settings(run)["width"])
             width, rest = divmod(sheet.width, n)
-            settings = read_settings(run)
-            is_wide = width * settings.get("height", 0) > sheet.height * settings.get("width", 0)
-            if rest or (is_wide and not settings.get("wrapper")):  # a wrapper's may have any shape
+            if rest or n < count_pictures(sheet, read_settings(run)) <= 8:
                 fail(f"{path}: it has not the pictures of {n} prompts, which prompts.txt has")
             samples[int(match[1])] = [
                 sheet.crop((i * width, 0, (i + 1) * width, sheet.height)) for i in range(n)]
     return dict(sorted(samples.items()))
+
+def count_pictures(sheet, settings):
+    """-> how many have the shape of the settings; 0 if that is not certain, as with a wrapper."""
+    if settings.get("wrapper"):
+        return 0
+    count, rest = divmod(sheet.width * settings["height"], sheet.height * settings["width"])
+    return 0 if rest else count
 
 # --- Figures and curves -------------------------------------------------------
 def find_metrics(rows):
