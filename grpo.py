@@ -658,7 +658,8 @@ class GLMImageWrapper(TwoHalves):
     @classmethod
     def from_pretrained(cls, path, config):
         """Loads a hub id or a folder: in bf16 on a GPU, in fp32 on a CPU."""
-        pipe = attempt(f"--model {path}", diffusers.GlmImagePipeline.from_pretrained, path,
+        where = "" if os.path.isdir(path) else ": no such folder, and as a hub id"
+        pipe = attempt(f"--model {path}{where}", diffusers.GlmImagePipeline.from_pretrained, path,
                        dtype=torch.bfloat16 if CUDA else torch.float32,
                        low_cpu_mem_usage=diffusers.utils.is_accelerate_available())
         return cls(pipe, config)
