@@ -92,10 +92,10 @@ class Config:
 def compute_policy_logprobs(logits, allowed=None):
     """log pi(code), the distribution of the policy, defined once for sampler and trainer.
     logits [.., V], fp32; allowed [.., V], bool: the codes that top-k and top-p left, or None
-    -> log-probs [.., V]. The trap: pi(code) = softmax(code) / (sum of the softmax over the allowed
-    codes). A trainer without the division, or with the codes that its new weights would allow, has
-    the log-probs of a policy that did not sample. So the sampler keeps its allowed codes
-    (2512.02556). Our reference uses them too, or the KL would count what was cut off."""
+    -> log-probs [.., V]. The trap: the sampler draws from fewer codes, so their probabilities are
+    divided by their sum. The trainer must divide by the same sum over the same codes, not those
+    that its new weights would allow, or it has the log-probs of another policy. So the sampler
+    keeps them (2512.02556). Our reference uses them too, or the KL would count what was cut off."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
@@ -125,8 +125,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
         k3    = exp(ref - new) - (ref - new) - 1
     Log-probs are [N, T], or [N] for whole samples; advantages are [N]. Only `new_logprobs` gets a
     gradient. The value of k3 estimates KL(new, ref) if `new` drew the tokens (Schulman,
-    "Approximating KL Divergence"), its gradient is that of KL(ref, new), and both pull `new`
-    towards `ref`. A wrapper that knows the exact KL gives it as `kl`, in the place of k3.
+    "Approximating KL Divergence"). Its gradient is that of KL(ref, new). Both pull `new` towards
+    `ref`. A wrapper that knows the exact KL gives it as `kl`, in the place of k3.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
     ratio = (new_logprobs - old_logprobs.detach()).clamp(max=20).exp()  # [N, T], finite
@@ -245,10 +245,10 @@ class LoRA:
             linear.forward = functools.partial(self.forward, linear)
 
     def forward(self, linear, inputs):
-        """In the place of the layer's own. The trap: bf16 has 8 bits. If W x is rounded before 2 B
-        A x is added, and the sum again, what is below half a unit in the last place of W x is lost,
-        always: most of a first update. So 2 B A x comes first. It is small, and its rounding
-        harmless. `addmm_` adds W x to it in fp32, and rounds the sum once: right on average."""
+        """In the place of the layer's own. The trap: bf16 has 8 bits. If 2 B A x is added to a W x
+        that is rounded already, what is below half a unit in its last place vanishes: most of a
+        first update. So 2 B A x comes first. It is small, and its rounding harmless. `addmm_` adds
+        W x to it in fp32, and then rounds, which is right on average, as it is for a bias."""
         rows = inputs.flatten(0, -2)
         if self.enabled:
             A, B = self.cast(linear, rows.dtype)
@@ -261,9 +261,9 @@ class LoRA:
         return output.view(*inputs.shape[:-1], -1)
 
     def cast(self, linear, dtype):
-        """A and B in the dtype of the model. The sampler needs them at every token, so it keeps
-        copies, until a weight has changed (not by `weight.data`, which hides it) or gradients are
-        on."""
+        """A and B in the dtype of the model. The sampler needs them at every token, so copies are
+        kept until a weight changes. A change of `weight.data` goes unnoticed. With gradients on,
+        nothing is kept."""
         A, B = self.pairs[linear]
         if torch.is_grad_enabled():
             self.copies.clear()
@@ -282,6 +282,9 @@ class LoRA:
 
     @torch.no_grad()
     def load(self, saved):
+        self.copies.clear()
+        if saved.keys() != self.weights.keys():
+            raise BadInput("the adapter is of other layers")
         for name, weight in self.weights.items():
             if saved[name].shape != weight.shape or not saved[name].isfinite().all():
                 raise BadInput(f"the adapter's {name} has another shape, or is not finite")
@@ -314,16 +317,16 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #   sample(prompts, group_size, seeds)  step 1: P prompts, a seed for each -> a Rollout of N
 #       samples on the CPU. Equal seeds give equal samples, whatever else is in the batch.
 #   decode(prompts, tokens, seeds)  step 2: P prompts and seeds, tokens of N samples -> N PIL images
-#   compute_logprobs(rollout)  scores the rollout's tokens under the current policy -> log-probs
-#       with a gradient, entropies without, both [B, T] and on DEVICE. A third one, with a gradient,
-#       takes the place of k3 as the KL to the policy without its adapters, which is scored first,
-#       without a gradient, if there is a --kl-coef.
+#   compute_logprobs(rollout)  scores the rollout's tokens under the current policy -> log-probs,
+#       with a gradient, and entropies, without; both [B, T] and on DEVICE. It may return a third
+#       tensor, the exact KL to the base model, in the place of k3. With --kl-coef it is called
+#       first without gradients and adapters, for the reference.
 # Each of these layers must be called as a module, and take part in `compute_logprobs`; its weights
 # and inputs have one dtype. Dropout must be off. `sample` and `decode` turn gradients off. A new
-# trainer of the same model assigns another `config`. The wrapper may have `defaults`, a dict of its
-# own defaults for the flags: without `model` in it, `path` means nothing unless --model is typed.
-# A static method `load_prompts(path)` takes the place of the function below, and must also read
-# the prompts.txt of a run, which has lines `prompt` or `prompt<TAB>target`.
+# trainer of the same model assigns another `config`. Optional are `defaults`, {flag: value}; if
+# they name no `model`, `path` means nothing unless --model is typed. And a static method
+# `load_prompts(path)`, in the place of the function below, which must also read the prompts.txt of
+# a run: lines `prompt` or `prompt<TAB>target`.
 
 # --- The trainer --------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
@@ -334,7 +337,7 @@ def choose_prompts(step, num_prompts, config):
     places = [divmod(count, num_prompts) for count in counts]
     indices = [np.random.default_rng([config.seed, epoch]).permutation(num_prompts)[place]
                for epoch, place in places]
-    # Those below a million are for `save_samples` and other programs. Each --seed has its own.
+    # Seeds below a million are kept for `save_samples` and evaluation. Each --seed has its own.
     return indices, [1_000_000 * (config.seed + 1) + count for count in counts]
 
 def format_prompts(prompts, targets):
@@ -390,11 +393,11 @@ class GRPOTrainer:
         """Takes over the model, and goes on from the last checkpoint, if there is one."""
         self.wrapper.config = config = self.config
         self.lora.attach()
-        if RANK == 0:  # only one process writes, and two runs never share a folder
+        if RANK == 0:  # only one process writes, and two new runs never share a folder
             may_exist = bool(config.resume or self.started)
             attempt("--out", self.out.mkdir, parents=True, exist_ok=may_exist)
         path = self.out / "checkpoint.pt"
-        # --resume, or a notebook's cell that is run again. A log without a checkpoint is an error.
+        # --resume, or a notebook's cell that is run again. `load` refuses a log without checkpoint.
         if path.exists() or (self.out / "metrics.jsonl").exists():
             self.load(path)
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
@@ -404,7 +407,8 @@ class GRPOTrainer:
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             text = format_prompts(self.prompts, self.targets)
             path = self.out / "prompts.txt"
-            if not path.exists() or format_prompts(*load_prompts(path)) != text:  # it has comments
+            read = getattr(self.wrapper, "load_prompts", load_prompts)
+            if not path.exists() or format_prompts(*read(path)) != text:  # or its comments stay
                 write_file(path, text.encode())
             settings = vars(config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
@@ -419,17 +423,15 @@ class GRPOTrainer:
     def check_disk(self):
         """All machines must see one folder, go on from one step, and do the same. Else some would
         train another model, in silence."""
-        mark = [f"{time.time_ns()}.part"]  # a name that no cache of a network disk has seen
-        if RANK == 0:
-            attempt("--out", (self.out / mark[0]).touch)
-        torch.distributed.broadcast_object_list(mark)
-        path = self.out / mark[0]
-        seen = [None] * WORLD_SIZE
+        weights = [(name, weight) for name, (_, weight) in self.rewards.items()]
         numbers = [value for value in vars(self.config).values() if not isinstance(value, str)]
-        task = repr((numbers, self.prompts))  # without paths, which may differ between machines
-        torch.distributed.all_gather_object(seen, (path.exists(), len(self.history), task))
-        if RANK == 0:
-            path.unlink()
+        task = [len(self.history), weights, numbers, self.prompts]  # paths may differ
+        seen = [None] * WORLD_SIZE
+        home = self.out if RANK == 0 else None
+        with attempt("--out", tempfile.TemporaryDirectory, dir=home) as mark:
+            marks = [mark]  # the first process's: a name that no cache of a network disk has seen
+            torch.distributed.broadcast_object_list(marks)
+            torch.distributed.all_gather_object(seen, repr([os.path.exists(marks[0]), *task]))
         if len({*seen}) > 1:
             if RANK == 0 and not os.listdir(self.out):
                 self.out.rmdir()  # it was made for this start
@@ -446,7 +448,7 @@ class GRPOTrainer:
                            f"{self.config.steps} of {type(self).__name__} are asked for")
         wrong = f"--resume: {path} is of another model, wrapper or --lora_rank"
         attempt(wrong, self.lora.load, state["adapter"])
-        attempt(wrong, self.optimizer.load_state_dict, state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def train(self):
         config = self.config
@@ -461,12 +463,12 @@ class GRPOTrainer:
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
             # 1. Sample.
             rollout = self.wrapper.sample(prompts, config.group_size, seeds)
-            if rollout.prompts != np.repeat(prompts, config.group_size).tolist():
-                raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1")
             # 2. Decode.
             images = self.wrapper.decode(prompts, rollout.tokens, seeds)
-            if len(images) != len(rollout.prompts):
-                raise BadInput("--wrapper: its decode must give an image for each sample")
+            repeated = np.repeat(prompts, config.group_size).tolist()
+            if rollout.prompts != repeated or len(images) != len(repeated):
+                raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1, and its "
+                               "decode must give an image for each")
             # 3. Score.
             rewards, metrics = compute_rewards(images, rollout.prompts, targets, self.rewards)
             # 4. Compare.
@@ -503,8 +505,8 @@ class GRPOTrainer:
             for i, A in enumerate(advantages.split(size)):
                 new_logprobs, entropy, *kl = self.wrapper.compute_logprobs(parts[i])  # [B, T]
                 # The trap of bf16: the sampler rounds differently, so with its log-probs the ratio
-                # would not begin at 1. The old log-probs are those of the first pass here, which
-                # later ones leave as they are.
+                # would not begin at 1. So the old log-probs are those of the first pass here, and
+                # `setdefault` keeps them for later ones.
                 old = old_logprobs.setdefault(i, new_logprobs.detach())
                 loss, metrics = compute_grpo_loss(
                     new_logprobs, old, A, config.clip_range, ref_logprobs[i], config.kl_coef, *kl)
@@ -698,7 +700,7 @@ class GLMImageWrapper(TwoHalves):
         rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniform = [torch.rand(group_size, T, generator=rng, dtype=torch.float32) for rng in rngs]
         uniform = torch.cat(uniform).to(DEVICE)  # [N, T]
-        # Fast kernels want a multiple of 8.
+        # Fast attention kernels want a cache whose length is a multiple of 8.
         cache = transformers.StaticCache(self.policy.config, (L + T + 7) // 8 * 8)
         # Without flags, codes are drawn as `generate` draws them, where top-k is 50 by default.
         own = self.policy.generation_config
@@ -712,7 +714,7 @@ class GLMImageWrapper(TwoHalves):
         for i in self.pipe.progress_bar(range(T)):
             inputs = ids, mask, places[i]
             if CUDA and i == 2:  # a CUDA graph: one launch a token, not 2,000, takes a third
-                copies = tuple(tensor.clone() for tensor in inputs)  # it will write into these
+                copies = tuple(tensor.clone() for tensor in inputs)  # each call copies into these
                 forward = torch.cuda.make_graphed_callables(forward, copies, num_warmup_iters=0)
             logits = forward(*inputs)[:, 0]
             allowed = keep_p(None, keep_k(None, logits)).isfinite()  # [N, V]; what they cut is -inf
@@ -777,30 +779,28 @@ def load_prompts(path):
 def import_name(text, flag="--wrapper"):
     """file.py:name -> what has this name in the file, or GLMImageWrapper for None. The file becomes
     a module, once: it can import its neighbours, and processes that it starts find its functions.
-    It hides no package: its folder comes last, and its module has a number if the name is taken
-    (which processes that are started anew do not find)."""
+    It hides no package: its folder comes last. If its name is taken, its module gets a number,
+    under which new processes do not find it."""
     if not text:
         return GLMImageWrapper
     path, _, name = text.rpartition(":")
     path = Path(path).resolve()
     if path.suffix != ".py" or not path.is_file():
         raise BadInput(f"{flag} {text}: must be file.py:name, and there is no file {path}")
-    modules = [module for module in [*sys.modules.values()]
-               if getattr(module, "__file__", None) == str(path)]
-    if not modules:
+    files = {getattr(module, "__file__", None): module for module in [*sys.modules.values()]}
+    module = files.get(str(path))
+    if not module:
         sys.path.append(str(path.parent))
-        first = "." not in path.stem and importlib.machinery.PathFinder.find_spec(path.stem)
-        is_free = path.stem not in sys.modules and first and first.origin == str(path)
-        key = path.stem if is_free else f"{path.stem}_{len(sys.modules)}"
-        spec = importlib.util.spec_from_file_location(key, path)
-        modules = [importlib.util.module_from_spec(spec)]
-        sys.modules[key] = modules[0]
+        spec = importlib.machinery.PathFinder.find_spec(path.stem.replace(".", "_"))
+        if path.stem in sys.modules or not spec or spec.origin != str(path):  # the name is taken
+            spec = importlib.util.spec_from_file_location(f"{path.stem}_{len(sys.modules)}", path)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         try:
-            spec.loader.exec_module(modules[0])
+            spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # the latter of a script that parses its arguments
-            del sys.modules[key]
+            del sys.modules[spec.name]
             raise BadInput(f"{flag} {text}: importing this file ended with {error!r}") from error
-    found = getattr(modules[0], name, None)
+    found = getattr(module, name, None)
     if not callable(found):
         raise BadInput(f"{flag} {text}: there is no such function or class in the file")
     return found
@@ -856,11 +856,12 @@ def parse_args(argv=None, **defaults):
         override(parser, f"{typed.wrapper}, `defaults`", own)
         model = parser.parse_args(argv).model
         path = Path(model, "grpo.json")
-        # A wrapper that names no model is not the tiny GLM-Image.
+        # The tiny GLM-Image's settings are not for a wrapper that names no model.
         if path.is_file() and (model != TINY_MODEL or not typed.wrapper or "model" in own):
             override(parser, path)
     config = Config(**vars(parser.parse_args(argv)))
-    repeats = config.batch_size != saved.get("batch_size", config.batch_size)  # prompts, with seeds
+    # Another batch size would draw prompts of the run again, with the same seeds.
+    repeats = config.batch_size != saved.get("batch_size", config.batch_size)
     begins = typed.out or typed.adapter or typed.prompts
     if repeats or (typed.resume and not same and begins):
         raise BadInput("--resume: a run keeps its --out, --adapter, --batch_size and --prompts, "

@@ -642,7 +642,7 @@ def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path):
             return images if len(tokens) == len(prompts) else images[::2]  # one of a prompt
 
     for wrapper, told in ((Bare, "lora_layers match"), (Mixed, "order p0 p0 p1 p1"),
-                          (Few, "an image for each sample")):
+                          (Few, "an image for each")):
         with pytest.raises(grpo.BadInput, match=f"--wrapper: .*{told}"):
             make_trainer(tmp_path / told, wrapper=wrapper("toy", make_config())).train()
 
