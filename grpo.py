@@ -429,9 +429,10 @@ class GRPOTrainer:
         seen = [None] * WORLD_SIZE
         home = self.out if RANK == 0 else None
         with attempt("--out", tempfile.TemporaryDirectory, dir=home) as mark:
-            marks = [mark]  # the first process's: a name that no cache of a network disk has seen
+            marks = [Path(mark).name]  # the first one's: no cache of a network disk has seen it
             torch.distributed.broadcast_object_list(marks)
-            torch.distributed.all_gather_object(seen, repr([os.path.exists(marks[0]), *task]))
+            exists = (self.out / marks[0]).exists()
+            torch.distributed.all_gather_object(seen, repr([exists, *task]))
         if len({*seen}) > 1:
             if RANK == 0 and not os.listdir(self.out):
                 self.out.rmdir()  # it was made for this start
