@@ -148,7 +148,7 @@ def test_squares(tmp_path, run, monkeypatch):
     monkeypatch.setenv("JUDGE_URL", server.address)
     monkeypatch.setenv("JUDGE_MODEL", "any")
     rewards = ",".join([f"{ROOT}/examples/rewards.py:{name}=.05" for name in ("judge", "kept")])
-    flags = "--model . --steps 32 --group-size 4 --lr 2e-3 --save-every 32 --out run --reward"
+    flags = "--model . --steps 48 --group-size 4 --lr 2e-3 --save-every 48 --out run --reward"
     assert run("edit", f"{flags} {rewards},{ROOT}/examples/make/squares.py:right=0")[0] == 0
     server.shutdown()
     first, last = first_and_last("run")
@@ -165,7 +165,7 @@ def test_resumed_from_another_folder(name, flags, tmp_path, monkeypatch):
     wrapper.pipe.save_pretrained("seeing")
     lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, 4)
     perturb(lora)
-    lora.save(Path("ar"), grpo.TINY_MODEL)
+    lora.save(Path("ar"), f"{tmp_path}/seeing")
     make_prompts(tmp_path, (50, 70), (256, 256))  # the latter is read in two pieces
     Path("edits.txt").write_text("paint it\t0.png\nand this\t1.png\n")
     flags += " --save-every 1 --width 64 --height 64 --batch-size 2 --group-size 2 --num-iterations 2 --lr 1e-2"
