@@ -30,6 +30,14 @@ def make_janus(Wrapper, **settings):
 def find_layers(model):
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, four_bits.Linear4Bit)}
 
+@pytest.mark.parametrize("shape", [(80, 80), (320, 80), (80, 320), (96, 64)])
+def test_rows_of_any_length(shape):
+    """On CPUs with AVX-512, bitsandbytes 0.50 gave wrong weights for rows that are no whole number of blocks."""
+    four_bits.import_bitsandbytes()
+    linear = torch.nn.Linear(*shape[::-1])
+    error = four_bits.Linear4Bit(linear).weight - linear.weight
+    assert error.norm() / linear.weight.norm() < 0.15
+
 def train(wrapper, out):
     """A step from adapters that do something -> rollout, pictures, metrics, gradients."""
     trainer = grpo.GRPOTrainer(grpo.Config(**vars(wrapper.config) | dict(out=str(out))), wrapper, PROMPTS)
@@ -59,7 +67,7 @@ def test_it_is_the_model_with_rounded_weights(tmp_path, load, Four, Plain):
     (rollout, pictures, metrics, gradients), expected = train(four, tmp_path / "four"), train(plain, tmp_path / "plain")
     assert torch.equal(rollout.tokens, expected[0].tokens) and torch.equal(pictures, expected[1])
     torch.testing.assert_close(rollout.logprobs, expected[0].logprobs, rtol=1e-6, atol=0)
-    assert metrics["sampler_gap"] < 1e-6
+    assert metrics["sampler_gap"] == pytest.approx(expected[2]["sampler_gap"], rel=0.01) and metrics["sampler_gap"] < 1e-5
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(gradient, expected[3][name], rtol=1e-6, atol=1e-6 * gradient.abs().max().item())

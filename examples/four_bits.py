@@ -34,9 +34,9 @@ class Linear4Bit(torch.nn.Linear):
 
     @property
     def weight(self):
-        shape = self.out_features, self.in_features
-        return torch.ops.bitsandbytes.dequantize_4bit(
-            self.codes, self.scales, self.BLOCK, "nf4", shape, self.dtype)
+        row = torch.ops.bitsandbytes.dequantize_4bit(  # on some CPUs, rows of 80 come out wrong
+            self.codes, self.scales, self.BLOCK, "nf4", [2 * len(self.codes)], self.dtype)
+        return row.view(self.out_features, self.in_features)
 
 def import_bitsandbytes():
     try:
