@@ -347,7 +347,7 @@ def format_prompts(prompts, targets):
 
 def check_prompts(prompts, targets, wrapper):
     """Refuses those that the model cannot read, or that would change when the run is resumed."""
-    for prompt in prompts:
+    for prompt, _ in zip(prompts, targets, strict=True):
         if not re.fullmatch(r"[^#\s]([^\t\r\n]*\S)?", prompt):  # prompts.txt would not hold it
             raise BadInput(f"--prompts: must be a line of text without tabs: {prompt!r}")
         attempt(f"--prompts: the model cannot read {prompt!r}", wrapper.encode, [prompt])

@@ -606,6 +606,13 @@ def test_prompts_that_no_file_can_hold_or_no_model_read_are_refused(tmp_path, pr
         grpo.GRPOTrainer(config, make_wrapper(), ["a red fox", prompt])
     assert not list(tmp_path.iterdir())
 
+def test_a_target_that_is_missing_is_told_at_once(tmp_path):
+    """Of three prompts with two targets the last one was lost in prompts.txt, in silence."""
+    config = make_config(out=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="zip.* shorter"):
+        grpo.GRPOTrainer(config, make_wrapper(), ["red", "green", "blue"], targets=[None] * 2)
+    assert not list(tmp_path.iterdir())
+
 def test_two_trainers_never_share_a_new_folder(tmp_path, monkeypatch):
     """Of two with one --out one log was lost; two of one second had one name; and a start that
     failed left a folder, which its mended cell was refused."""
@@ -1710,6 +1717,18 @@ def train_in_a_notebook(flags, rewards=None, trainer=grpo.GRPOTrainer):
     config = grpo.parse_args((TOY + flags).split())
     wrapper = Toy.from_pretrained("toy", config)
     trainer(config, wrapper, ["a red fox", "a blue bird"], rewards).train()
+
+def test_a_run_of_other_layers_cannot_be_resumed(command):
+    """The first layers of a deeper model were taken in silence; of others one saw a KeyError."""
+    Path("deep.py").write_text("from examples.toy import Toy\nclass Wide(Toy):\n"
+                               "    lora_layers = '[13]'\nclass Narrow(Toy):\n"
+                               "    lora_layers = '3'\n")
+    flags = "--width 64 --height 64 --group-size 2 --batch-size 2 --micro-batch-size 4 --save-every 9"
+    assert command(f"{flags} --wrapper deep.py:Wide --steps 1 --out run")[0] == 0
+    code, _, error = command("--resume run --steps 2 --wrapper deep.py:Narrow")
+    assert code == 2
+    assert "run/checkpoint.pt is of another model, wrapper or --lora_rank" in error
+    assert error.endswith(": the adapter is of other layers\n")
 
 def test_runs_that_are_not_whole_or_of_another_trainer_cannot_be_resumed(refused):
     """grpo.py went on with a run of sft.py, on other prompts: the KL rose to 15."""
