@@ -375,7 +375,7 @@ class GRPOTrainer:
             config.reward = attempt("rewards: must be {name: (function, weight)}", lambda: ",".join(
                 f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
         self.history = []  # one row a step
-        self.log_text = ""  # the same as lines of JSON: a long list of rows takes a second to save
+        self.log_size = 0  # of the same as lines of JSON, in metrics.jsonl
         new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
         if WORLD_SIZE > 1:
             torch.distributed.broadcast_object_list(new)  # the first process names the folder
@@ -418,7 +418,9 @@ class GRPOTrainer:
                   f"files: {self.out}, at step {len(self.history)} of {config.steps}", flush=True)
             if not self.history:
                 self.save(0)  # pictures before training
-            write_file(self.out / "metrics.jsonl", self.log_text.encode())
+            text = "".join([to_line(row) for row in self.history])
+            write_file(self.out / "metrics.jsonl", text.encode())
+            self.log_size = len(text)
 
     def check_disk(self):
         """All machines must see one folder, go on from one step, and do the same. Else some would
@@ -441,15 +443,19 @@ class GRPOTrainer:
 
     def load(self, path):
         state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
-        self.log_text = state["history"]
-        self.history = [json.loads(line) for line in self.log_text.splitlines()]
-        done = len(self.history)
+        done = state["step"]
         if state["trainer"] != type(self).__name__ or done > self.config.steps:
             raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
                            f"{self.config.steps} of {type(self).__name__} are asked for")
         wrong = f"--resume: {path} is of another model, wrapper or --lora_rank"
         attempt(wrong, self.lora.load, state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
+        # The log may have a line more: of a step that ended before its checkpoint was there.
+        log = self.out / "metrics.jsonl"
+        lines = attempt(log, log.read_text).splitlines()[:done] if done else []
+        self.history = attempt(log, lambda: [json.loads(line) for line in lines])
+        if len(lines) < done:
+            raise BadInput(f"--resume: {log} has {len(lines)} lines, and {path} {done} steps")
 
     def train(self):
         config = self.config
@@ -546,8 +552,8 @@ class GRPOTrainer:
         self.history.append(row)
         names = "step reward reward_std loss kl entropy grad_norm sampler_gap seconds".split()
         names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
-        line = re.sub(": (NaN|-?Infinity)", ": null", json.dumps(row)) + "\n"  # JSON has no NaN
-        self.log_text += line
+        line = to_line(row)
+        self.log_size += len(line)
         if RANK == 0:
             seconds = (self.config.steps - step) * row.get("seconds", 0)
             left = datetime.timedelta(seconds=round(seconds))
@@ -556,7 +562,8 @@ class GRPOTrainer:
             path = self.out / "metrics.jsonl"
             with attempt(path, path.open, "ab", buffering=0) as file:
                 attempt(path, file.write, line.encode())
-                if file.tell() != len(self.log_text):
+                os.fsync(file)  # as the checkpoint is, which counts on it
+                if file.tell() != self.log_size:
                     raise BadInput(f"{path}: the disk is full, or another process trains here, too")
 
     def save(self, step):
@@ -564,7 +571,7 @@ class GRPOTrainer:
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
         file = io.BytesIO()
-        torch.save(dict(trainer=type(self).__name__, history=self.log_text,
+        torch.save(dict(trainer=type(self).__name__, step=len(self.history),
                         adapter=self.lora.weights, optimizer=self.optimizer.state_dict()), file)
         write_file(self.out / "checkpoint.pt", file.getbuffer())
 
@@ -577,6 +584,10 @@ class GRPOTrainer:
         sheet = diffusers.utils.make_image_grid(images, 1, len(prompts))
         attempt(self.out, sheet.save, self.out / f"samples_{step:05d}.png")
         self.lora.save(self.out / f"adapter_{step:05d}", self.config.model)
+
+def to_line(row):
+    """A line of metrics.jsonl. JSON has no NaN."""
+    return re.sub(": (NaN|-?Infinity)", ": null", json.dumps(row)) + "\n"
 
 def write_file(path, data):
     """Bytes are written under another name first, and to the disk itself, so that a kill, a full

@@ -189,8 +189,8 @@ def test_addresses(server, monkeypatch, end):
     monkeypatch.setenv("JUDGE_URL", server.address.replace("127.0.0.1", "localhost") + end)
     server.says = {0: "8"}
     assert rewards.judge(paint(0), ["a fox"]) == [8]
-    assert judge.find_endpoint("https://h/api/paas/v4/") == "https://h/api/paas/v4/chat/completions"
-    assert judge.find_endpoint("https://v1.h:80/openai") == "https://v1.h:80/openai/v1/chat/completions"
+    assert judge.find_endpoint("https://h/api/paas/v4/")[0] == "https://h/api/paas/v4/chat/completions"
+    assert judge.find_endpoint("https://v1.h:80/openai")[0] == "https://v1.h:80/openai/v1/chat/completions"
 
 def test_a_proxy_is_used_for_others(server, monkeypatch):
     """Many machines reach other hosts through one only."""
@@ -298,7 +298,7 @@ def test_one_picture_that_is_refused(server):
     ("JUDGE_MODEL", "", "JUDGE_MODEL: is not set"), ("JUDGE_URL", "", "JUDGE_URL: is not set"),
     ("JUDGE_URL", "127.0.0.1:80", "must begin with http"), ("JUDGE_URL", "http://", "must begin with http"),
     ("JUDGE_URL", "http://:8000", "and a host"), ("JUDGE_URL", "http://[::1", "Invalid IPv6"),
-    ("JUDGE_URL", "http://127.0.0.1:port", "nonnumeric port")])
+    ("JUDGE_URL", "http://127.0.0.1:port", "Port could not be cast")])
 def test_wrong_settings(run, monkeypatch, server, name, value, message):
     """One line, without a traceback; the program asks one question, to try them."""
     server.says = {0: "8"}

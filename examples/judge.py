@@ -23,10 +23,12 @@ EXTRAS = [dict(temperature=0, logprobs=True, top_logprobs=20), dict(temperature=
 
 # --- The server ---------------------------------------------------------------
 def find_endpoint(url):
-    """JUDGE_URL is the server's root, or what clients call its base URL, which has a version."""
+    """JUDGE_URL is the server's root, or its base URL, with a version -> where to ask, its host."""
     base = url.strip().rstrip("/").removesuffix("/chat/completions")
-    has_version = re.search(r"/v\d", urllib.parse.urlsplit(base).path)
-    return base + ("" if has_version else "/v1") + "/chat/completions"
+    parts = urllib.parse.urlsplit(base)
+    parts.port  # a ValueError if it is no number: no request could say so better
+    version = "" if re.search(r"/v\d", parts.path) else "/v1"
+    return base + version + "/chat/completions", parts.hostname
 
 class NoErrors(urllib.request.HTTPErrorProcessor):
     """A reply is a reply, whatever its status. So no redirection is followed, either: it would take
@@ -49,8 +51,7 @@ def make_request(body):
             raise BadInput(f"{name}: is not set; this reward asks a server, and needs its address "
                            "(JUDGE_URL=http://127.0.0.1:8000) and the name of its model")
     name = f"JUDGE_URL={os.environ['JUDGE_URL']}"
-    url = attempt(name, find_endpoint, os.environ["JUDGE_URL"])
-    host = urllib.parse.urlsplit(url).hostname
+    url, host = attempt(name, find_endpoint, os.environ["JUDGE_URL"])
     if not host or not re.match("https?://", url):
         raise BadInput(f"{name}: must begin with http:// or https:// and a host")
     headers = {"Content-Type": "application/json"}
@@ -165,8 +166,7 @@ def read_text(message):
     return parts if isinstance(parts, str) else ""
 
 def read_answer(read, answer, choice):
-    """-> what `read` makes of an answer. Likelihoods that are not as the protocol has them are left
-    out."""
+    """-> what `read` makes of an answer, without likelihoods that break the protocol."""
     try:
         value = read(answer, choice["logprobs"]["content"])
         if value is None or math.isfinite(value):

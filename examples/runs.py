@@ -89,8 +89,7 @@ def find_weights(run):
 def read_checkpoint(path):
     """-> its step, the weights. `mmap` reads what is used, also after training wrote a new file."""
     state = torch.load(path, "cpu", weights_only=True, mmap=True)
-    history = state["history"]  # a line of JSON for each step, or their list
-    return len(history.splitlines() if isinstance(history, str) else history), state["adapter"]
+    return state["step"], state["adapter"]
 
 def name_step(run, step):
     return f"step {step}" + ", from checkpoint.pt" * isinstance(run.weights[step], dict)
