@@ -834,7 +834,7 @@ def load_rewards(text):
 # --- The command line ---------------------------------------------------------
 class Parser(transformers.HfArgumentParser):
     def format_help(self):  # each flag once, with -
-        return re.sub(r"--\w+_\w+ \S+, ", "", super().format_help())
+        return re.sub(r"--\w+_\w+( \S+)?, ", "", super().format_help())
 
 def override(parser, place, settings=None):
     """Settings of a wrapper, or of the file `place`, become the defaults. They are parsed as if

@@ -53,6 +53,7 @@ def imagined(monkeypatch, capsys):
             (measure, "measure_host", lambda: 64), (measure, "ROWS", [(64, 2, 2, 1)]), (measure, "SIDES", [64]),
             (measure, "ABLATIONS", {"as shipped": {}}),
             (measure, "JANUS", {1: measure.JANUS[1] | dict(num_hidden_layers=1)}),
+            (transformers, "JanusConfig", functools.partial(transformers.JanusConfig, vision_config=dict(image_size=64))),
             (measure, "make_real", functools.partial(measure.make_real, ar_layers=1, dit_layers=1))):
         monkeypatch.setattr(owner, name, value)
 
