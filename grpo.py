@@ -425,16 +425,15 @@ class GRPOTrainer:
     def check_disk(self):
         """All machines must see one folder, go on from one step, and do the same. Else some would
         train another model, in silence."""
-        weights = [(name, weight) for name, (_, weight) in self.rewards.items()]
-        numbers = [value for value in vars(self.config).values() if not isinstance(value, str)]
-        task = [len(self.history), weights, numbers, self.prompts]  # paths may differ
+        config = re.sub("[^',]*/", "", repr(self.config))  # the folders of its files may differ
         seen = [None] * WORLD_SIZE
         home = self.out if RANK == 0 else None
         with attempt("--out", tempfile.TemporaryDirectory, dir=home) as mark:
             marks = [Path(mark).name]  # the first one's: no cache of a network disk has seen it
             torch.distributed.broadcast_object_list(marks)
             exists = (self.out / marks[0]).exists()
-            torch.distributed.all_gather_object(seen, repr([exists, *task]))
+            task = [exists, len(self.history), config, self.prompts]
+            torch.distributed.all_gather_object(seen, repr(task))
         if len({*seen}) > 1:
             if RANK == 0 and not os.listdir(self.out):
                 self.out.rmdir()  # it was made for this start
