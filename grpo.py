@@ -898,12 +898,11 @@ def check_settings(config):
     """Refuses what would waste hours in silence, or the time in which a model is loaded."""
     may_be_0 = "lr warmup_steps clip_range kl_coef guidance top_k seed".split()
     for name, value in vars(config).items():
-        limit = 1 if name == "top_p" else 2**40
-        is_wrong = isinstance(value, (int, float)) and not 0 <= value <= limit  # or NaN
+        least = 2 if name == "group_size" else 0  # one image has nothing to compare with
+        most = 1 if name == "top_p" else 2**40
+        is_wrong = isinstance(value, (int, float)) and not least <= value <= most  # or NaN
         if is_wrong or (value in (0, "") and name not in may_be_0):
             raise BadInput(f"--{name} must not be {value!r}")
-    if config.group_size < 2:
-        raise BadInput("--group_size must be at least 2, to have something to compare")
     if config.width % 32 or config.height % 32:
         raise BadInput("--width and --height must be multiples of 32")
     if config.out and not config.resume and RANK == 0 and os.path.exists(config.out):
@@ -936,10 +935,9 @@ def main(argv=None, **defaults):
         begun = trainer and trainer.started and (trainer.out / "config.json").exists()
         program = "torchrun .." if WORLD_SIZE > 1 else "python"
         how = f"To go on: {program} grpo.py --resume '{trainer.out}'" if begun else ""
-        if isinstance(error, KeyboardInterrupt):
-            sys.exit(f"\nStopped. {how}".rstrip() if RANK == 0 else 1)
-        if isinstance(error, SystemExit) and begun:  # it would look as if all was done
-            sys.exit(f"A reward or the wrapper ended the program: {error!r}. {how}")
+        # A SystemExit is a reward's: with its code of 0 all would look done.
+        if isinstance(error, KeyboardInterrupt) or (begun and isinstance(error, SystemExit)):
+            sys.exit(f"\nStopped by {error!r}. {how}".rstrip() if RANK == 0 else 1)
         if isinstance(error, BadInput):
             if isinstance(error.__cause__, BUGS):
                 traceback.print_exception(error.__cause__)
