@@ -49,7 +49,6 @@ def attempt(what, function, *args, **kwargs):
 TINY_MODEL = str(Path(__file__).resolve().parent / "examples/tiny-glm-image")
 
 def flag(default, text):
-    text += "%(default).0s" * (default is None)  # --help does not say "default: None"
     return transformers.hf_argparser.HfArg(default=default, help=text)
 
 @dataclasses.dataclass
@@ -832,8 +831,11 @@ def load_rewards(text):
 
 # --- The command line ---------------------------------------------------------
 class Parser(transformers.HfArgumentParser):
-    def format_help(self):  # each flag once, with -
-        return re.sub(r"--\w+_\w+( \S+)?, ", "", super().format_help())
+    def error(self, message):
+        raise BadInput(message)
+
+    def format_help(self):  # each flag once, with -, and no "(default: None)"
+        return re.sub(r"--\w+_\w+( \S+)?, |\s+\(default:\s+None\)", "", super().format_help())
 
 def override(parser, place, settings=None):
     """Settings of a wrapper, or of the file `place`, become the defaults. They are parsed as if
@@ -842,26 +844,21 @@ def override(parser, place, settings=None):
         settings = attempt(place, lambda: dict(json.loads(place.read_bytes())))
     typed = [f"--{name}={value}" for name, value in settings.items()
              if value is not None or getattr(Config, name, "") is not None]
-    known, unknown = attempt(place, parser.parse_known_args, typed)
-    if unknown:
-        raise BadInput(f"{place}: there is no setting {unknown[0]}")
-    parser.set_defaults(**vars(known))
-    return settings
+    parser.set_defaults(**vars(attempt(place, parser.parse_args, typed)))
 
 def parse_args(argv=None, **defaults):
     """-> Config. A setting may come from five places; each overrides those before it:
       1. Config  2. `defaults`  3. the wrapper's `defaults`  4. grpo.json in the model's folder
       5. what is typed. A run that is resumed has its config.json in the place of 3 and 4."""
-    parser = Parser(Config, allow_abbrev=False, usage="%(prog)s [flags]", exit_on_error=False)
+    parser = Parser(Config, allow_abbrev=False, usage="%(prog)s [flags]")
     parser.set_defaults(**defaults)
-    typed = attempt("flags", parser.parse_args, argv)
+    typed = parser.parse_args(argv)
     path = Path(typed.resume or "", "config.json")
     # A job can repeat this: it begins or goes on.
     same = typed.out and Path(typed.out).resolve() == path.parent.resolve()
-    saved = {}
-    if typed.resume and (not same or path.exists()):
-        attempt("--resume: must be the folder of a run", path.stat)
-        saved = override(parser, path)
+    goes_on = typed.resume and (not same or path.exists())
+    if goes_on:
+        override(parser, path)
     else:
         own = getattr(import_name(typed.wrapper), "defaults", None) or {}
         override(parser, f"{typed.wrapper}, `defaults`", own)
@@ -871,13 +868,12 @@ def parse_args(argv=None, **defaults):
         if path.is_file() and (model != TINY_MODEL or not typed.wrapper or "model" in own):
             override(parser, path)
     config = Config(**vars(parser.parse_args(argv)))
-    # Another batch size would draw prompts of the run again, with the same seeds.
-    repeats = config.batch_size != saved.get("batch_size", config.batch_size)
-    begins = typed.out or typed.adapter or typed.prompts
-    if repeats or (typed.resume and not same and begins):
-        raise BadInput("--resume: a run keeps its --out, --adapter, --batch_size and --prompts, "
-                       "which you can change in its prompts.txt")
-    if saved:
+    if goes_on:
+        # Another batch size would draw prompts of the run again, with the same seeds.
+        repeats = config.batch_size != parser.get_default("batch_size")
+        if repeats or (not same and (typed.out or typed.adapter or typed.prompts)):
+            raise BadInput("--resume: a run keeps its --out, --adapter, --batch_size and --prompts, "
+                           "which you can change in its prompts.txt")
         config.prompts = str(path.with_name("prompts.txt").absolute())
         if typed.prompts and RANK == 0:
             print(f"prompts: those of {config.prompts}, where you can change them", flush=True)
@@ -889,7 +885,7 @@ def make_absolute(config):
     """Paths are saved with the run, which may be resumed in another directory."""
     for name in "model adapter wrapper prompts out resume".split():
         path = getattr(config, name)
-        if path and (name == "out" or os.path.exists(path.rpartition(":")[0] or path)):
+        if path and (name != "model" or os.path.exists(path)):  # it may be a hub id
             setattr(config, name, os.path.abspath(path))
     parts = [part.strip() for part in config.reward.split(",")]
     config.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
