@@ -374,7 +374,7 @@ class GRPOTrainer:
             config.reward = attempt("rewards: must be {name: (function, weight)}", lambda: ",".join(
                 f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
         self.history = []  # one row a step
-        self.log_size = 0  # of the same as lines of JSON, in metrics.jsonl
+        self.log_size = 0  # of metrics.jsonl, which has it as lines of JSON
         new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
         if WORLD_SIZE > 1:
             torch.distributed.broadcast_object_list(new)  # the first process names the folder
@@ -417,9 +417,8 @@ class GRPOTrainer:
                   f"files: {self.out}, at step {len(self.history)} of {config.steps}", flush=True)
             if not self.history:
                 self.save(0)  # pictures before training
-            text = "".join([to_line(row) for row in self.history])
-            write_file(self.out / "metrics.jsonl", text.encode())
-            self.log_size = len(text)
+            with attempt("--out", (self.out / "metrics.jsonl").open, "ab") as log:
+                log.truncate(self.log_size)  # a step that was interrupted may have left a line
 
     def check_disk(self):
         """All machines must see one folder, go on from one step, and do the same. Else some would
@@ -448,12 +447,12 @@ class GRPOTrainer:
         wrong = f"--resume: {path} is of another model, wrapper or --lora_rank"
         attempt(wrong, self.lora.load, state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
-        # The log may have a line more: of a step that ended before its checkpoint was there.
         log = self.out / "metrics.jsonl"
-        lines = attempt(log, log.read_text).splitlines()[:done] if done else []
+        lines = attempt(log, log.read_bytes).splitlines(True)[:done] if done else []
         self.history = attempt(log, lambda: [json.loads(line) for line in lines])
         if len(lines) < done:
             raise BadInput(f"--resume: {log} has {len(lines)} lines, and {path} {done} steps")
+        self.log_size = len(b"".join(lines))
 
     def train(self):
         config = self.config
@@ -550,13 +549,12 @@ class GRPOTrainer:
         self.history.append(row)
         names = "step reward reward_std loss kl entropy grad_norm sampler_gap seconds".split()
         names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
-        line = to_line(row)
+        line = re.sub(": (NaN|-?Infinity)", ": null", json.dumps(row)) + "\n"  # JSON has no NaN
         self.log_size += len(line)
         if RANK == 0:
-            seconds = (self.config.steps - step) * row.get("seconds", 0)
-            left = datetime.timedelta(seconds=round(seconds))
-            print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row], f"left {left}",
-                  flush=True)
+            left = round((self.config.steps - step) * row.get("seconds", 0))
+            print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row],
+                  f"left {datetime.timedelta(seconds=left)}", flush=True)
             path = self.out / "metrics.jsonl"
             with attempt(path, path.open, "ab", buffering=0) as file:
                 attempt(path, file.write, line.encode())
@@ -582,10 +580,6 @@ class GRPOTrainer:
         sheet = diffusers.utils.make_image_grid(images, 1, len(prompts))
         attempt(self.out, sheet.save, self.out / f"samples_{step:05d}.png")
         self.lora.save(self.out / f"adapter_{step:05d}", self.config.model)
-
-def to_line(row):
-    """A line of metrics.jsonl. JSON has no NaN."""
-    return re.sub(": (NaN|-?Infinity)", ": null", json.dumps(row)) + "\n"
 
 def write_file(path, data):
     """Bytes are written under another name first, and to the disk itself, so that a kill, a full
