@@ -91,10 +91,9 @@ class Config:
 def compute_policy_logprobs(logits, allowed=None):
     """log pi(code), the distribution of the policy, defined once for sampler and trainer.
     logits [.., V], fp32; allowed [.., V], bool: the codes that top-k and top-p left, or None
-    -> log-probs [.., V]. The trap: the sampler draws from fewer codes, so their probabilities are
-    divided by their sum. The trainer must divide by the same sum over the same codes, not those
-    that its new weights would allow, or it has the log-probs of another policy. So the sampler
-    keeps them (2512.02556). Our reference uses them too, or the KL would count what was cut off."""
+    -> log-probs [.., V]. The trap: a trainer that normalizes over other codes than the sampler,
+    such as those that its new weights allow, has the log-probs of another policy. So the sampler
+    keeps its codes (2512.02556). The reference needs them too, or the KL counts what was cut."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
@@ -124,8 +123,8 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
         k3    = exp(ref - new) - (ref - new) - 1
     Log-probs are [N, T], or [N] for whole samples; advantages are [N]. Only `new_logprobs` gets a
     gradient. The value of k3 estimates KL(new, ref) if `new` drew the tokens (Schulman,
-    "Approximating KL Divergence"). Its gradient is that of KL(ref, new). Both pull `new` towards
-    `ref`. A wrapper that knows the exact KL gives it as `kl`, in the place of k3.
+    "Approximating KL Divergence"), and its gradient is that of KL(ref, new). A wrapper that knows
+    the exact KL gives it as `kl`, in the place of k3.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
     ratio = (new_logprobs - old_logprobs.detach()).clamp(max=20).exp()  # [N, T], finite
@@ -161,7 +160,7 @@ def pil_to_tensor(images):
     return torch.tensor(pixels).movedim(3, 1).float() / 255
 
 def open_image(path):
-    """A picture as its owner sees it -> PIL image in RGB: upright, and white where transparent."""
+    """-> PIL image in RGB, as its owner sees it: upright, and white where transparent."""
     image = ImageOps.exif_transpose(Image.open(path))
     if image.mode[0] in "IF":  # PIL would cut off what is above 255
         raise BadInput(f"{path}: has more than 8 bits per channel")
@@ -193,7 +192,7 @@ REWARDS = {"color": reward_color, "mse": reward_mse}
 @torch.no_grad()
 def compute_rewards(images, prompts, targets, rewards):
     """Calls each of {name: (function, weight)} -> their weighted sum [N], fp64, {metric: mean}.
-    Each gets copies of its own, so that what it sorts or paints over does not matter to others."""
+    Each gets copies of its own, and may sort them or paint over them."""
     total = torch.zeros(len(images), dtype=torch.float64)
     metrics = {}
     for name, (function, weight) in rewards.items():
@@ -212,9 +211,8 @@ def compute_rewards(images, prompts, targets, rewards):
 # --- LoRA (arXiv 2106.09685): the weights that are trained --------------------
 class LoRA:
     """W x + b becomes W x + 2 B A x + b, where W and b are frozen, B begins at 0, and 2 is alpha /
-    rank. `layers` is a regex for the names of linear layers. `weights` has the adapters A [rank,
-    in] and B [out, rank] of each, under peft's names. They are fp32: in bf16, 0.02 + 5e-5, a weight
-    and an Adam step, is 0.02."""
+    rank. `layers` is a regex for the names of linear layers. `weights` has A [rank, in] and B [out,
+    rank] of each, under peft's names. They are fp32: in bf16, 0.02 and an Adam step is 0.02."""
     def __init__(self, model, layers, rank):
         self.config = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=layers)
         self.enabled = True  # if not, the model is the reference of the KL
@@ -242,10 +240,10 @@ class LoRA:
             linear.forward = functools.partial(self.forward, linear)
 
     def forward(self, linear, inputs):
-        """In the place of the layer's own. The trap: bf16 has 8 bits. If 2 B A x is added to a W x
-        that is rounded already, what is below half a unit in its last place vanishes: most of a
-        first update. So 2 B A x comes first. It is small, and its rounding harmless. `addmm_` adds
-        W x to it in fp32, and then rounds, which is right on average, as it is for a bias."""
+        """In the place of the layer's own. The trap: if 2 B A x is added to a W x that is rounded
+        to bf16 already, what is below half a unit in its last place vanishes: most of a first
+        update. So the small 2 B A x comes first. `addmm_` adds W x to it in fp32, and rounds once,
+        which is right on average."""
         rows = inputs.flatten(0, -2)
         if self.enabled:
             A, B = self.cast(linear, rows.dtype)
@@ -259,8 +257,7 @@ class LoRA:
 
     def cast(self, linear, dtype):
         """A and B in the dtype of the model. The sampler needs them at every token, so copies are
-        kept until a weight changes. A change of `weight.data` goes unnoticed. With gradients on,
-        nothing is kept."""
+        kept until a weight changes (not its `.data`), or gradients are on."""
         A, B = self.pairs[linear]
         if torch.is_grad_enabled():
             self.copies.clear()
@@ -305,8 +302,8 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
     def part(self, rows):
         return Rollout(*[None if value is None else value[rows] for value in self])
 
-# To train another kind of model, write a wrapper, and name it: `--wrapper mine.py:MyModel`. The
-# trainer gives it its own settings, as `config`. examples/toy.py is a small one. It needs
+# To train another kind of model, write a wrapper, and name it: `--wrapper mine.py:MyModel`.
+# examples/toy.py is a small one. It needs
 #   from_pretrained(path, config)  a class method: --model -> a wrapper
 #   policy       a frozen nn.Module; the trainer adds LoRA to it, and trains nothing else
 #   lora_layers  a regex for the names of its linear layers that get LoRA
@@ -319,17 +316,15 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #       tensor, the exact KL to the base model, in the place of k3. With --kl-coef it is called
 #       first without gradients and adapters, for the reference.
 # Each of these layers must be called as a module, and take part in `compute_logprobs`; its weights
-# and inputs have one dtype. Dropout must be off. `sample` and `decode` turn gradients off. A new
-# trainer of the same model assigns another `config`. Optional are `defaults`, {flag: value}; if
-# they name no `model`, `path` means nothing unless --model is typed. And a static method
-# `load_prompts(path)`, in the place of the function below, which must also read the prompts.txt of
-# a run: lines `prompt` or `prompt<TAB>target`.
+# and inputs have one dtype. Dropout must be off. `sample` and `decode` turn gradients off. Each
+# trainer assigns its own `config`. Optional are `defaults`, {flag: value}; if they name no `model`,
+# `path` means nothing unless --model is typed. And a static method `load_prompts(path)`, in the
+# place of the function below, which must also read what `format_prompts` writes.
 
 # --- The trainer --------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
     """Indices of this GPU's P prompts in a step (1, 2, ..), and a seed for each. An epoch is a pass
     over the list. Its order follows from the run's seed, so resuming needs no saved state."""
-    # The prompts of a run are counted from 0. The GPUs take turns.
     counts = range((step - 1) * config.batch_size, step * config.batch_size)[RANK::WORLD_SIZE]
     places = [divmod(count, num_prompts) for count in counts]
     indices = [np.random.default_rng([config.seed, epoch]).permutation(num_prompts)[place]
@@ -338,7 +333,7 @@ def choose_prompts(step, num_prompts, config):
     return indices, [1_000_000 * (config.seed + 1) + count for count in counts]
 
 def format_prompts(prompts, targets):
-    """The text of prompts.txt, which `load_prompts` reads."""
+    """-> lines `prompt` or `prompt<TAB>target`: the prompts.txt of a run."""
     return "".join(f"{prompt}\t{os.path.abspath(target)}\n" if target else f"{prompt}\n"
                    for prompt, target in zip(prompts, targets, strict=True))
 
@@ -419,8 +414,7 @@ class GRPOTrainer:
                 log.truncate(self.log_size)  # a step that was interrupted may have left a line
 
     def check_disk(self):
-        """All machines must see one folder, go on from one step, and do the same. Else some would
-        train another model, in silence."""
+        """Machines that see another folder, step or flag would train another model, in silence."""
         config = re.sub("[^',]*/", "", repr(self.config))  # the folders of its files may differ
         seen = [None] * WORLD_SIZE
         home = self.out if RANK == 0 else None
@@ -536,8 +530,8 @@ class GRPOTrainer:
         return grad_norm.item()
 
     def log(self, step, metrics):
-        """Step 6: adds a row to the history, with the means over all GPUs, prints and writes it.
-        The checkpoint comes later, so a step that a kill interrupts is made and written again."""
+        """Step 6: adds a row, with the means over all GPUs, to the history, and prints and writes
+        it. The checkpoint comes later, so a step that is killed is made and written again."""
         metrics["gpu_gib_max"] = torch.cuda.max_memory_allocated() / 2**30
         if WORLD_SIZE > 1:
             values = torch.tensor([*metrics.values()], dtype=torch.float64, device=DEVICE)
@@ -580,8 +574,7 @@ class GRPOTrainer:
         self.lora.save(self.out / f"adapter_{step:05d}", self.config.model)
 
 def write_file(path, data):
-    """Bytes are written under another name first, and to the disk itself, so that a kill, a full
-    disk or a loss of power spares the file."""
+    """Writes another file, to the disk itself, and renames it: the old or the new one is whole."""
     partial = path.with_name(f"{path.name}.part")
     attempt(path, partial.write_bytes, data)
     with attempt(path, partial.open, "r+b") as file:
@@ -591,8 +584,7 @@ def write_file(path, data):
 # --- GLM-Image, the machine room: two halves that take turns on a GPU ---------
 class TwoHalves:
     """The AR half and the DiT half of a `GlmImagePipeline`, made fast and small. A first reader can
-    skip this: it changes no number but by rounding. GLMImageWrapper takes `pipe`, `config` and
-    `policy` from here, and `move_to_gpu`, which it calls with `ar` or `dit`."""
+    skip this: it changes no number but by rounding."""
     def __init__(self, pipe, config):
         self.pipe = pipe
         self.config = config
@@ -759,7 +751,7 @@ class GLMImageWrapper(TwoHalves):
 # --- What the user brings: prompts, rewards, wrappers --------------------------
 def load_prompts(path):
     """Lines `prompt`, `prompt<TAB>target.png` or `# comment` -> prompts, paths of targets or None.
-    Lines end at \\n, \\r\\n or \\r only; `str.splitlines` would also cut inside a prompt."""
+    `str.splitlines` would also cut inside a prompt."""
     path = Path(path or Path(__file__).with_name("prompts.txt"))
     prompts = []
     targets = []  # paths: pictures would fill the memory
@@ -780,9 +772,8 @@ def load_prompts(path):
 
 def import_name(text, flag="--wrapper"):
     """file.py:name -> what has this name in the file, or GLMImageWrapper for None. The file becomes
-    a module, once: it can import its neighbours, and processes that it starts find its functions.
-    It hides no package: its folder comes last. If its name is taken, its module gets a number,
-    under which new processes do not find it."""
+    a module, once: it can import its neighbours, and processes that it starts find its functions,
+    unless its name was taken. Its folder comes last, so that it hides no package."""
     if not text:
         return GLMImageWrapper
     path, _, name = text.rpartition(":")
@@ -827,7 +818,7 @@ class Parser(transformers.HfArgumentParser):
         raise BadInput(message)
 
     def format_help(self):  # each flag once, with -, and no "(default: None)"
-        return re.sub(r"--\w+_\w+( \S+)?, |\s+\(default:\s+None\)", "", super().format_help())
+        return re.sub(r"--\w+_\w[^,]*, |\s+\(default:\s+None\)", "", super().format_help())
 
 def override(parser, place, settings=None):
     """Settings of a wrapper, or of the file `place`, become the defaults. They are parsed as if
@@ -864,7 +855,7 @@ def parse_args(argv=None, **defaults):
         # Another batch size would draw prompts of the run again, with the same seeds.
         repeats = config.batch_size != parser.get_default("batch_size")
         if repeats or (not same and (typed.out or typed.adapter or typed.prompts)):
-            raise BadInput("--resume: a run keeps its --out, --adapter, --batch_size and --prompts, "
+            raise BadInput("--resume: a run keeps --out, --adapter, --batch_size and --prompts, "
                            "which you can change in its prompts.txt")
         config.prompts = str(path.with_name("prompts.txt").absolute())
         if typed.prompts and RANK == 0:
