@@ -350,8 +350,7 @@ def check_prompts(prompts, targets, wrapper):
             write_file(path, format_prompts(prompts, targets).encode())
             again, _ = attempt(wrong, wrapper.load_prompts, path)
         if again != prompts:
-            raise BadInput(f"{wrong}: {len(prompts)} prompts became {len(again)}, and these "
-                           f"changed: {[*{*prompts} ^ {*again}]!r:.300}")
+            raise BadInput(f"{wrong}, and makes {len(again)} other ones of it: {again!r:.300}")
 
 class GRPOTrainer:
     """Trains the policy of a wrapper. rewards: {name: (function, weight)}, or None for those that

@@ -695,7 +695,7 @@ class Lines(Toy):
         return [row["prompt"] for row in rows], [None] * len(rows)
 
 @pytest.mark.parametrize("Wrapper, told", [
-    (Adds, "A photo of a red fox"), (Skips, "3 prompts became 2"), (Lines, "Expecting value")])
+    (Adds, "A photo of a red fox"), (Skips, "makes 2 other ones"), (Lines, "Expecting value")])
 def test_prompts_are_the_same_after_a_resume_or_refused(tmp_path, Wrapper, told):
     """8 prompts became 4, 2, 1; or a traceback after hours: a wrapper reads what a run writes."""
     config = make_config(out=str(tmp_path / "run"))
