@@ -500,8 +500,7 @@ class GRPOTrainer:
             for i, A in enumerate(advantages.split(size)):
                 new_logprobs, entropy, *kl = self.wrapper.compute_logprobs(parts[i])  # [B, T]
                 # The trap of bf16: the sampler rounds differently, so with its log-probs the ratio
-                # would not begin at 1. So the old log-probs are those of the first pass here, and
-                # `setdefault` keeps them for later ones.
+                # would not begin at 1. Those of the first pass here are kept for later ones.
                 old = old_logprobs.setdefault(i, new_logprobs.detach())
                 loss, metrics = compute_grpo_loss(
                     new_logprobs, old, A, config.clip_range, ref_logprobs[i], config.kl_coef, *kl)
@@ -591,8 +590,7 @@ class TwoHalves:
         self.ar = nn.ModuleList([policy.model.language_model, policy.lm_head]).train()
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae]).eval()
         both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False)
-        # A layer's activations are not kept but computed again in the backward pass. For that,
-        # `transformers` wants training mode. There is no dropout.
+        # Activations are computed again in the backward pass, of layers in training mode only.
         policy.activation_checkpointing_enable()
         for name, norm in self.ar.named_modules():  # one kernel in the place of eight
             if hasattr(norm, "variance_epsilon"):
@@ -886,7 +884,7 @@ def check_settings(config):
     if config.out and not config.resume and RANK == 0 and os.path.exists(config.out):
         raise BadInput(f"--out {config.out}: must be a new folder; --resume continues a run")
 
-# If one of these is behind a BadInput, there may be a bug, and its place is shown, too.
+# If one of these is behind a BadInput, its traceback is shown, too.
 BUGS = (ArithmeticError, AttributeError, ImportError, LookupError, NameError, SyntaxError,
         TypeError, torch.OutOfMemoryError)
 
