@@ -920,8 +920,7 @@ def main(argv=None, **defaults):
             line = " ".join(f"{Path(sys.argv[0]).name}: error: {error}".split())
             print(f"{line}\n{how}".rstrip(), file=sys.stderr)
             sys.exit(2)
-        if begun:
-            error.add_note(how)
+        error.add_note(how)  # which Python prints last
         raise
     if WORLD_SIZE > 1:
         torch.distributed.destroy_process_group()
