@@ -838,6 +838,7 @@ def parse_args(argv=None, **defaults):
     same = typed.out and Path(typed.out).resolve() == path.parent.resolve()
     goes_on = typed.resume and (not same or path.exists())
     if goes_on:
+        attempt("--resume: must be the folder of a run", path.stat)
         override(parser, path)
     else:
         own = getattr(import_name(typed.wrapper), "defaults", None) or {}
