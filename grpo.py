@@ -366,7 +366,7 @@ class GRPOTrainer:
             config.reward = attempt("rewards: must be {name: (function, weight)}", lambda: ",".join(
                 f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
         self.history = []  # one row a step
-        self.log_size = 0  # of metrics.jsonl, which has it as lines of JSON
+        self.log_text = ""  # the same as lines of JSON: a long list of rows takes a second to save
         new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
         if WORLD_SIZE > 1:
             torch.distributed.broadcast_object_list(new)  # the first process names the folder
@@ -409,8 +409,7 @@ class GRPOTrainer:
                   f"files: {self.out}, at step {len(self.history)} of {config.steps}", flush=True)
             if not self.history:
                 self.save(0)  # pictures before training
-            with attempt("--out", (self.out / "metrics.jsonl").open, "ab") as log:
-                log.truncate(self.log_size)  # a step that was interrupted may have left a line
+            write_file(self.out / "metrics.jsonl", self.log_text.encode())
 
     def check_disk(self):
         """Machines that see another folder, step or flag would train another model, in silence."""
@@ -431,19 +430,15 @@ class GRPOTrainer:
 
     def load(self, path):
         state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
-        done = state["step"]
+        self.log_text = state["history"].numpy().tobytes().decode()
+        self.history = [json.loads(line) for line in self.log_text.splitlines()]
+        done = len(self.history)
         if state["trainer"] != type(self).__name__ or done > self.config.steps:
             raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
                            f"{self.config.steps} of {type(self).__name__} are asked for")
         wrong = f"--resume: {path} is of another model, wrapper or --lora_rank"
         attempt(wrong, self.lora.load, state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
-        log = self.out / "metrics.jsonl"
-        lines = attempt(log, log.read_bytes).splitlines(True)[:done] if done else []
-        self.history = attempt(log, lambda: [json.loads(line) for line in lines])
-        if len(lines) < done:
-            raise BadInput(f"--resume: {log} has {len(lines)} lines, and {path} {done} steps")
-        self.log_size = len(b"".join(lines))
 
     def train(self):
         config = self.config
@@ -540,7 +535,7 @@ class GRPOTrainer:
         names = "step reward reward_std loss kl entropy grad_norm sampler_gap seconds".split()
         names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
         line = re.sub(": (NaN|-?Infinity)", ": null", json.dumps(row)) + "\n"  # JSON has no NaN
-        self.log_size += len(line)
+        self.log_text += line
         if RANK == 0:
             left = round((self.config.steps - step) * row.get("seconds", 0))
             print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row],
@@ -548,8 +543,7 @@ class GRPOTrainer:
             path = self.out / "metrics.jsonl"
             with attempt(path, path.open, "ab", buffering=0) as file:
                 attempt(path, file.write, line.encode())
-                os.fsync(file)  # as the checkpoint is, which counts on it
-                if file.tell() != self.log_size:
+                if file.tell() != len(self.log_text):
                     raise BadInput(f"{path}: the disk is full, or another process trains here, too")
 
     def save(self, step):
@@ -557,7 +551,9 @@ class GRPOTrainer:
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
         file = io.BytesIO()
-        torch.save(dict(trainer=type(self).__name__, step=len(self.history),
+        # A tensor is written six times as fast as a text.
+        history = torch.from_numpy(np.frombuffer(bytearray(self.log_text.encode()), np.uint8))
+        torch.save(dict(trainer=type(self).__name__, history=history,
                         adapter=self.lora.weights, optimizer=self.optimizer.state_dict()), file)
         write_file(self.out / "checkpoint.pt", file.getbuffer())
 
