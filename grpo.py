@@ -199,8 +199,10 @@ def compute_rewards(images, prompts, targets, rewards):
         values = function([image.copy() for image in images], list(prompts),
                           [target and open_image(target) for target in targets])
         wrong = f"--reward {name}: must give {len(images)} finite numbers and gave"
-        scores = attempt(f"{wrong} {values!r:.200}", lambda: torch.as_tensor(
-            values, dtype=torch.float64, device="cpu").reshape(total.shape))
+        scores = attempt(f"{wrong} {values!r:.200}", torch.as_tensor, values, dtype=torch.float64,
+                         device="cpu")
+        if scores.shape != total.shape:
+            raise BadInput(f"{wrong} {values!r:.200}")
         for i in (~(weight * scores).isfinite()).nonzero():
             raise BadInput(f"{wrong} {scores[i].item()} for image {i.item() + 1}, {prompts[i]!r}")
         metrics[f"reward/{name}"] = scores.mean().item()

@@ -354,10 +354,9 @@ def test_mse_reward_is_of_pixels():
 
 @pytest.mark.parametrize("values", [
     (True, 2.0), range(1, 3), np.array([1, 2], np.float16), [torch.tensor(1.0), np.float32(2)],
-    torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([[1.0], [2.0]])])
+    torch.tensor([1.0, 2.0], requires_grad=True)])
 def test_rewards_take_any_sequence_of_numbers(values):
-    """And the sum is in double precision, whatever they are in. A column plus an [N] was broadcast
-    to [N, N]."""
+    """And the sum is in double precision, whatever they are in."""
     rewards = {"a": (lambda *_: values, 1.0), "b": (lambda *_: [10.0, 20.0], -0.5)}
     total, metrics = grpo.compute_rewards(*blank(2), rewards)
     assert total.dtype == torch.float64
@@ -370,9 +369,9 @@ async def coroutine(*_):
 @pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("values", [
     [], [0.5] * 3, [0.5, -math.inf], [math.nan, 1], [None, 1], None, 0.5, ["1", "2"],
-    {"a": 1, "b": 2}, [[1, 2, 3]], torch.ones(2, 2), [10**400, 1], coroutine])
+    {"a": 1, "b": 2}, [[1, 2]], torch.ones(2, 1), [10**400, 1], coroutine])
 def test_a_reward_without_a_finite_number_for_each_image_is_named(values):
-    """It trained on nonsense."""
+    """It trained on nonsense: a column [N, 1] plus an [N] was broadcast to [N, N]."""
     broken = values if values is coroutine else lambda *_: values
     rewards = {"fine": (lambda *_: [1, 2], 1.0), "broken": (broken, 0.0)}
     with pytest.raises(grpo.BadInput, match="--reward broken: must give 2 finite numbers"):
