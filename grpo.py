@@ -197,7 +197,7 @@ def compute_rewards(images, prompts, targets, rewards):
     metrics = {}
     for name, (function, weight) in rewards.items():
         values = function([image.copy() for image in images], list(prompts),
-                          [target and open_image(target) for target in targets])
+                          [target and attempt(target, open_image, target) for target in targets])
         wrong = f"--reward {name}: must give {len(images)} finite numbers and gave"
         scores = attempt(f"{wrong} {values!r:.200}", torch.as_tensor, values, dtype=torch.float64,
                          device="cpu")
@@ -414,16 +414,17 @@ class GRPOTrainer:
             write_file(self.out / "metrics.jsonl", self.log_text.encode())
 
     def check_disk(self):
-        """Machines that see another folder, step or flag would train another model, in silence."""
-        config = re.sub("[^',]*/", "", repr(self.config))  # the folders of its files may differ
+        """Machines that see another folder, step or task would train another model, in silence."""
+        weights = [(name, weight) for name, (_, weight) in self.rewards.items()]
+        numbers = [value for value in vars(self.config).values() if not isinstance(value, str)]
+        task = [len(self.history), weights, numbers, self.prompts]  # paths may differ
         seen = [None] * WORLD_SIZE
         home = self.out if RANK == 0 else None
         with attempt("--out", tempfile.TemporaryDirectory, dir=home) as mark:
             marks = [Path(mark).name]  # the first one's: no cache of a network disk has seen it
             torch.distributed.broadcast_object_list(marks)
             exists = (self.out / marks[0]).exists()
-            task = [exists, len(self.history), config, self.prompts]
-            torch.distributed.all_gather_object(seen, repr(task))
+            torch.distributed.all_gather_object(seen, repr([exists, *task]))
         if len({*seen}) > 1:
             if RANK == 0 and not os.listdir(self.out):
                 self.out.rmdir()  # it was made for this start
@@ -815,11 +816,10 @@ class Parser(transformers.HfArgumentParser):
     def format_help(self):  # each flag once, with -, and no "(default: None)"
         return re.sub(r"--\w+_\w[^,]*, |\s+\(default:\s+None\)", "", super().format_help())
 
-def override(parser, place, settings=None):
-    """Settings of a wrapper, or of the file `place`, become the defaults. They are parsed as if
-    they were typed, so that a wrong name or value is found, and told with its place."""
-    if settings is None:
-        settings = attempt(place, lambda: dict(json.loads(place.read_bytes())))
+def override(parser, place, read):
+    """The settings that `read` gives become the defaults. They are parsed as if they were typed, so
+    that a wrong name or value is found, and told with its place: a file, or a wrapper."""
+    settings = attempt(place, lambda: dict(read()))
     typed = [f"--{name}={value}" for name, value in settings.items()
              if value is not None or getattr(Config, name, "") is not None]
     parser.set_defaults(**vars(attempt(place, parser.parse_args, typed)))
@@ -832,20 +832,21 @@ def parse_args(argv=None, **defaults):
     parser.set_defaults(**defaults)
     typed = parser.parse_args(argv)
     path = Path(typed.resume or "", "config.json")
+    read = lambda: json.loads(path.read_bytes())
     # A job can repeat this: it begins or goes on.
     same = typed.out and Path(typed.out).resolve() == path.parent.resolve()
     goes_on = typed.resume and (not same or path.exists())
     if goes_on:
         attempt("--resume: must be the folder of a run", path.stat)
-        override(parser, path)
+        override(parser, path, read)
     else:
         own = getattr(import_name(typed.wrapper), "defaults", None) or {}
-        override(parser, f"{typed.wrapper}, `defaults`", own)
+        override(parser, f"{typed.wrapper}, `defaults`", lambda: own)
         model = parser.parse_args(argv).model
         path = Path(model, "grpo.json")
         # The tiny GLM-Image's settings are not for a wrapper that names no model.
         if path.is_file() and (model != TINY_MODEL or not typed.wrapper or "model" in own):
-            override(parser, path)
+            override(parser, path, read)
     config = Config(**vars(parser.parse_args(argv)))
     if goes_on:
         # Another batch size would draw prompts of the run again, with the same seeds.
@@ -895,7 +896,7 @@ def main(argv=None, **defaults):
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more are hardly faster here
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
-    trainer = None
+    config = trainer = None
     try:
         config = parse_args(argv, **defaults)
         if config.batch_size % WORLD_SIZE:
@@ -910,9 +911,10 @@ def main(argv=None, **defaults):
         begun = trainer and trainer.started and (trainer.out / "config.json").exists()
         program = "torchrun .." if WORLD_SIZE > 1 else "python"
         how = f"To go on: {program} grpo.py --resume '{trainer.out}'" if begun else ""
-        # A SystemExit is a reward's: with its code of 0 all would look done.
-        if isinstance(error, KeyboardInterrupt) or (begun and isinstance(error, SystemExit)):
-            sys.exit(f"\nStopped by {error!r}. {how}".rstrip() if RANK == 0 else 1)
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(f"\nStopped. {how}".rstrip() if RANK == 0 else 1)
+        if isinstance(error, SystemExit) and config:  # with its code of 0 all would look done
+            sys.exit(f"A reward or the wrapper ended the program: {error!r}. {how}".rstrip())
         if isinstance(error, BadInput):
             if isinstance(error.__cause__, BUGS):
                 traceback.print_exception(error.__cause__)
