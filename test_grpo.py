@@ -1639,7 +1639,7 @@ def test_whatever_ends_a_run_its_last_line_says_how_to_go_on(command, reward):
         assert error.splitlines()[-1] == line
     elif reward == "exit()":  # with a code of 0, a scheduler took it for done
         code, _, error = command(flags)
-        assert re.fullmatch(f"\nStopped by SystemExit.*{re.escape(line)}", code)
+        assert re.fullmatch(f"A reward .* ended the program: SystemExit.*{re.escape(line)}", code)
     else:
         with pytest.raises(ZeroDivisionError) as caught:  # Python prints the note last
             command(flags)
