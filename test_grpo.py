@@ -226,22 +226,23 @@ def test_advantages_by_hand():
         assert not grpo.compute_advantages([reward] * 6, 6).any()
 
 @algorithm
-@pytest.mark.parametrize("ratio, advantage, clip_range, surrogate, moves", [
-    (1.5, 1.0, 0.2, 1.2, False),  # better and already much likelier: clipped, no gradient
-    (1.5, -1.0, 0.2, -1.5, True),  # worse but much likelier: the full push back
-    (0.5, 1.0, 0.2, 0.5, True),  # better but much rarer: the full pull
-    (0.5, -1.0, 0.2, -0.8, False),  # worse and already much rarer: clipped, no gradient
-    (1.15, 1.0, 0.1, 1.1, False), (0.85, -1.0, 0.1, -0.9, False),
-    (1.3, 1.0, 0.4, 1.3, True), (1.3, 1.0, 0, 1.0, False)])  # 0 is a bound, too
-def test_the_clip_by_hand(ratio, advantage, clip_range, surrogate, moves):
-    """Guards the min: with max, or with the clip alone, two of the first four are wrong."""
-    new = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    advantages = torch.tensor([advantage])
-    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1, 1), advantages, clip_range)
+@pytest.mark.parametrize("advantage, clip_range, ratios, surrogates", [
+    (1.0, 0.2, [1.5, 0.5], [1.2, 0.5]),  # better: likelier by far is clipped, rarer is pulled
+    (-1.0, 0.2, [1.5, 0.5], [-1.5, -0.8]),  # worse: likelier is pushed back, rarer by far clipped
+    (1.0, 0.1, [1.15, 0.85], [1.1, 0.85]), (-1.0, 0.1, [1.15, 0.85], [-1.15, -0.9]),
+    (1.0, 0.4, [1.3], [1.3]), (1.0, 0, [1.3], [1.0])])  # 0 is a bound, too
+def test_the_clip_by_hand(advantage, clip_range, ratios, surrogates):
+    """Guards the min: with max, or with the clip alone, the first two are wrong. And a ratio is of
+    a token: that of a whole sequence (GSPO) has a loss of -.866 in the first."""
+    new = torch.tensor([ratios]).log().requires_grad_()
+    old = torch.zeros_like(new)
+    loss, metrics = grpo.compute_grpo_loss(new, old, torch.tensor([advantage]), clip_range)
     loss.backward()
-    assert new.grad.any() == moves
+    is_clipped = [ratio * advantage != value for ratio, value in zip(ratios, surrogates)]
+    assert (new.grad[0] == 0).tolist() == is_clipped
+    mean = -np.mean(surrogates)
     assert metrics == approx(dict(  # and no KL
-        loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, clip_frac=float(not moves)))
+        loss=mean, policy_loss=mean, ratio_mean=np.mean(ratios), clip_frac=np.mean(is_clipped)))
 
 @algorithm
 def test_a_ratio_beyond_all_measure_gives_no_nan():
@@ -251,15 +252,6 @@ def test_a_ratio_beyond_all_measure_gives_no_nan():
     loss.backward()
     assert math.isfinite(sum(metrics.values()))
     assert new.grad.isfinite().all()
-
-@algorithm
-def test_the_ratio_is_of_a_token():
-    """That of a whole sequence (GSPO) has a loss of -0.866 here, and passed all other tests."""
-    new = torch.tensor([[1.5, 0.5]]).log()
-    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1, 2), torch.ones(1))
-    assert loss.item() == approx(-(1.2 + 0.5) / 2)
-    assert metrics["ratio_mean"] == approx(1.0)
-    assert metrics["clip_frac"] == 0.5
 
 @algorithm
 @pytest.mark.parametrize("delta, kl", [
