@@ -438,18 +438,16 @@ def test_gradients_of_lora_are_those_of_its_formula(bias, checkpointing):
     layers = torch.nn.Sequential(torch.nn.Linear(70, 90, bias), torch.nn.Linear(90, 50, bias))
     lora = perturb(grpo.LoRA(layers.double().requires_grad_(False), "[01]", rank=32))
     x = torch.randn(3, 5, 70, dtype=torch.float64, requires_grad=True)
-
-    def run(x):
-        return layers(x).sin()
-
-    checkpoint = torch.utils.checkpoint.checkpoint
-    output = checkpoint(run, x, use_reentrant=False) if checkpointing else run(x)
     weights = [x, *lora.weights.values()]
-    got = torch.autograd.grad(output.square().sum(), weights)
+    if checkpointing:
+        output = torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False)
+    else:
+        output = layers(x)
+    got = torch.autograd.grad(output.sin().sum(), weights)
     hidden = x
     for linear, (A, B) in lora.pairs.items():
         hidden = F.linear(hidden, linear.weight + 2 * B.double() @ A.double(), linear.bias)
-    wanted = torch.autograd.grad(hidden.sin().square().sum(), weights)
+    wanted = torch.autograd.grad(hidden.sin().sum(), weights)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 @pytest.mark.parametrize("change", [
@@ -473,6 +471,19 @@ def test_the_sampler_draws_with_the_weights_that_there_are(change):
     assert torch.equal(after, linear(x))  # with gradients, nothing is kept
     assert not lora.copies
 
+def test_the_layers_of_an_earlier_adapter_are_the_models_own_again():
+    """With other lora_layers, those of the first trainer stayed in the policy, and in the KL."""
+    model = torch.nn.ModuleDict(dict(a=torch.nn.Linear(3, 2), b=torch.nn.Linear(3, 2)))
+    x = torch.ones(1, 3)
+    base = model["a"](x)
+    first = perturb(grpo.LoRA(model, "a", rank=4))
+    trained = model["a"](x)
+    grpo.LoRA(model, "b", rank=4)
+    assert torch.equal(model["a"](x), base)
+    first.attach()
+    assert torch.equal(model["a"](x), trained)
+    assert not torch.equal(base, trained)
+
 def test_saved_adapters_are_loaded_as_they_were(tmp_path):
     """`weight.data = saved` trained in bf16 what a bf16 file held, and on the CPU."""
     lora = make_lora("a", "b")
@@ -482,9 +493,8 @@ def test_saved_adapters_are_loaded_as_they_were(tmp_path):
     places = [weight.data_ptr() for weight in lora.weights.values()]
     lora.load_folder(tmp_path)
     assert [weight.data_ptr() for weight in lora.weights.values()] == places
-    for name, weight in lora.weights.items():
-        assert weight.dtype == torch.float32
-        assert torch.equal(weight, halved[name].float())
+    saved = {name: weight.float() for name, weight in halved.items()}
+    torch.testing.assert_close(lora.weights, saved, rtol=0, atol=0)
 
 @pytest.mark.parametrize("setting, change", [
     (dict(lora_alpha=4), torch.clone), (dict(r=8), torch.clone), (dict(use_dora=True), torch.clone),
@@ -793,8 +803,7 @@ def test_an_update_whose_gradient_is_not_finite_is_left_out(tmp_path, bad):
     last.register_hook(lambda gradient: gradient + added.pop(0))
     metrics = two.train_step(rollout, advantages)
     assert not math.isfinite(metrics["grad_norm"])  # a mean without it would hide it
-    for name, weight in one.lora.weights.items():
-        assert torch.equal(weight, two.lora.weights[name])
+    torch.testing.assert_close(one.lora.weights, two.lora.weights, rtol=0, atol=0)
 
 @algorithm
 def test_settings_reach_the_update_and_the_log(tmp_path, monkeypatch):
@@ -1054,21 +1063,6 @@ def test_two_trainers_of_a_model_in_a_notebook_train_as_if_alone(tmp_path):
         make_trainer(tmp_path / "alone" / name, **settings[name]).train()
         assert_same_run(tmp_path / "alone" / name, tmp_path / name)
 
-def test_the_layers_of_an_earlier_adapter_are_the_models_own_again(sampled):
-    """With other lora_layers, those of the first trainer stayed in the policy, and in the KL."""
-    wrapper = make_wrapper()
-    base = wrapper.compute_logprobs(sampled)[0]
-    first = grpo.LoRA(wrapper.policy, r".*\.[qk]_proj", 4)
-    with torch.no_grad():
-        for weight in first.weights.values():
-            weight += 0.3
-    assert not torch.allclose(base, wrapper.compute_logprobs(sampled)[0], atol=0.01)
-    second = grpo.LoRA(wrapper.policy, r".*\.[vo]_proj", 4)
-    assert torch.allclose(base, wrapper.compute_logprobs(sampled)[0], atol=1e-5)
-    first.attach()
-    assert not torch.allclose(base, wrapper.compute_logprobs(sampled)[0], atol=0.01)
-    second.attach()
-
 def test_what_a_reward_changes_for_all_does_not_matter(finished, tmp_path, monkeypatch):
     """Its file said bfloat16 for all new tensors, and no gradients: LoRA became bf16."""
     def rude(images, prompts, targets):
@@ -1091,15 +1085,14 @@ def test_a_resumed_run_keeps_its_weights_and_takes_what_is_typed(finished, tmp_p
     """It went back to the --adapter that it began with; an --lr that is the default was lost."""
     first = load_checkpoint(finished)["adapter"]
     trainer = make_trainer(tmp_path / "run", adapter=str(finished / "adapter_00003"), steps=1)
-    for name, weight in trainer.lora.weights.items():
-        assert torch.equal(weight, first[name])
+    torch.testing.assert_close(trainer.lora.weights, first, rtol=0, atol=0)
     trainer.train()
     resumed = make_trainer(tmp_path / "run", lr=grpo.Config.lr, steps=2)
-    trainer.optimizer.step = resumed.optimizer.step = mock.Mock()  # it moves no weight
+    resumed.optimizer.step = mock.Mock()  # it moves no weight
     resumed.train()
     assert resumed.optimizer.param_groups[0]["lr"] == grpo.Config.lr != trainer.config.lr
+    torch.testing.assert_close(resumed.lora.weights, trainer.lora.weights, rtol=0, atol=0)
     for name, weight in resumed.lora.weights.items():
-        assert torch.equal(weight, trainer.lora.weights[name])
         assert not torch.equal(weight, first[name])
 
 # --- The machine room: halves that take turns on a GPU --------------------------------------------
