@@ -79,26 +79,24 @@ def make_adapted(dtype=torch.float32, **settings):
     wrapper = make_wrapper(dtype, **settings)
     return wrapper, perturb(grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank=4))
 
-def make_trainer(out, rewards=None, wrapper=None, targets=None, **settings):
+def make_trainer(out, rewards=None, wrapper=None, targets=None, prompts=None, **settings):
     """Two of three prompts x 4 images a step. If the folder has a run, it goes on with that."""
     own = dict(out=str(out))
     if (out / "checkpoint.pt").exists():
         own = read_json(out / "config.json") | dict(resume=str(out))
     config = make_config(**own | settings)
-    prompts = ["a red fox", "some yellow thing here", "green"]
+    prompts = prompts or ["a red fox", "some yellow thing here", "green"]
     wrapper = wrapper or make_wrapper(config=config)
     return grpo.GRPOTrainer(config, wrapper, prompts, rewards, targets)
 
-def make_rollout(trainer, step=1):
-    """What `train` hands to `train_step`: a rollout and its advantages."""
-    config = trainer.config
-    indices, seeds = grpo.choose_prompts(step, len(trainer.prompts), config)
-    prompts = [trainer.prompts[i] for i in indices]
-    rollout = trainer.wrapper.sample(prompts, config.group_size, seeds)
-    images = trainer.wrapper.decode(prompts, rollout.tokens, seeds)
-    targets = [None] * len(images)
-    rewards, _ = grpo.compute_rewards(images, rollout.prompts, targets, trainer.rewards)
-    return rollout, grpo.compute_advantages(rewards, config.group_size)
+def make_toy(Wrapper=Toy):
+    """A wrapper that is done in no time."""
+    return Wrapper("toy", make_config())
+
+def make_rollout(trainer):
+    """What `train` hands to `train_step`: two groups of four, and their advantages."""
+    rollout = trainer.wrapper.sample(trainer.prompts[:2], 4, seeds=[1, 2])
+    return rollout, torch.tensor([1.2, -0.4, 0.4, -1.2] * 2)
 
 def roll(wrapper):
     """A Rollout of PROMPTS: two groups of three samples."""
@@ -578,36 +576,49 @@ def test_no_two_steps_share_a_seed_nor_runs_nor_saved_pictures():
 
 def test_the_first_adapters_come_from_the_seed_alone(tmp_path):
     """A run is its command, whatever was drawn before; GPUs would begin with different ones."""
-    wrapper = make_wrapper()
+    toy = make_toy()
     drawn = []
     for noise, seed in ((1, 5), (2, 5), (1, 6)):
         torch.manual_seed(noise)
-        trainer = make_trainer(tmp_path / f"{noise}{seed}", wrapper=wrapper, seed=seed)
+        trainer = make_trainer(tmp_path / "run", wrapper=toy, seed=seed)
         drawn.append([weight.tolist() for weight in trainer.lora.weights.values()])
     assert drawn[0] == drawn[1] != drawn[2]
 
-@pytest.mark.parametrize("prompt", [
-    "a\tfox", "a fox\n", "a\nfox", "a\rfox", "# a fox", " a fox", "a fox ", "", "<|tiny_image|>"])
-def test_prompts_that_no_file_can_hold_or_no_model_read_are_refused(tmp_path, prompt):
-    """The run died in step 4, or went on with other prompts when it was resumed."""
-    config = make_config(out=str(tmp_path / "run"))
-    with pytest.raises(grpo.BadInput, match=re.escape(f"{prompt!r}")):
-        grpo.GRPOTrainer(config, make_wrapper(), ["a red fox", prompt])
-    assert not list(tmp_path.iterdir())
+def make_reader(change):
+    """A toy whose own load_prompts gives what `change` makes of the lines of a file."""
+    def load_prompts(path):
+        prompts = change(Path(path).read_text().splitlines())
+        return prompts, [None] * len(prompts)
 
-def test_a_target_that_is_missing_is_told_at_once(tmp_path):
-    """Of three prompts with two targets the last one was lost in prompts.txt, in silence."""
-    config = make_config(out=str(tmp_path / "run"))
-    with pytest.raises(ValueError, match="zip.* shorter"):
-        grpo.GRPOTrainer(config, make_wrapper(), ["red", "green", "blue"], targets=[None] * 2)
+    toy = make_toy()
+    toy.load_prompts = load_prompts
+    return toy
+
+class Bare(Toy):
+    lora_layers = "none"
+
+@pytest.mark.parametrize("given, told", [
+    # What no file can hold, or no model read: the run died in step 4, or others were resumed.
+    *[(dict(prompts=["a red fox", prompt]), re.escape(f"{prompt!r}")) for prompt in (
+        "a\tfox", "a fox\n", "a\nfox", "a\rfox", "# a fox", " a fox", "a fox ", "",
+        "<|tiny_image|>")],
+    # A wrapper must read what a run writes: 8 prompts became 4, 2, 1; or a traceback after hours.
+    (dict(wrapper=make_reader(lambda lines: [f"A photo of {line}" for line in lines])),
+     "--wrapper: its load_prompts .*A photo of a red fox"),
+    (dict(wrapper=make_reader(lambda lines: lines[::2])), "3 prompts became 2"),
+    (dict(wrapper=make_reader(lambda lines: [json.loads(line) for line in lines])), "Expecting"),
+    (dict(wrapper=make_toy(Bare)), "--wrapper: .*lora_layers match"),
+    (dict(targets=[None] * 2), "zip.* shorter"),  # the third prompt was lost, in silence
+    (dict(rewards={"bright": print}), "rewards: must be")])
+def test_a_start_that_fails_leaves_no_folder(tmp_path, given, told):
+    """It did, and the mended cell of a notebook was refused: "must be a new folder"."""
+    with pytest.raises(ValueError, match=told):
+        make_trainer(tmp_path / "run", **given)
     assert not list(tmp_path.iterdir())
 
 def test_two_trainers_never_share_a_new_folder(tmp_path, monkeypatch):
-    """Of two with one --out one log was lost; two of one second had one name; and a start that
-    failed left a folder, which its mended cell was refused."""
-    wrapper = make_wrapper()
-    with pytest.raises(grpo.BadInput, match="rewards: must be"):
-        make_trainer(tmp_path / "new", {"bright": print}, wrapper=wrapper)
+    """Of two with one --out one log was lost; two of one second had one name."""
+    wrapper = make_toy()
     first, second = [make_trainer(tmp_path / "new", wrapper=wrapper, steps=1) for _ in range(2)]
     assert not list(tmp_path.iterdir())
     first.train()
@@ -622,25 +633,14 @@ def test_two_trainers_never_share_a_new_folder(tmp_path, monkeypatch):
     assert [out.parent for out in unnamed] == [tmp_path / "runs"] * 2
     assert unnamed[0] != unnamed[1]
 
-def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path):
-    """Samples in another order were trained in mixed groups, in silence."""
-    class Bare(Toy):
-        lora_layers = "none"
+class Mixed(Toy):
+    def sample(self, prompts, group_size, seeds):
+        rollout = super().sample(prompts, group_size, seeds)
+        return rollout._replace(prompts=prompts * group_size)
 
-    class Mixed(Toy):
-        def sample(self, prompts, group_size, seeds):
-            rollout = super().sample(prompts, group_size, seeds)
-            return rollout._replace(prompts=prompts * group_size)
-
-    class Few(Toy):
-        def decode(self, prompts, tokens, seeds):
-            images = super().decode(prompts, tokens, seeds)
-            return images if len(tokens) == len(prompts) else images[::2]  # one of a prompt
-
-    for wrapper, told in ((Bare, "lora_layers match"), (Mixed, "order p0 p0 p1 p1"),
-                          (Few, "an image for each")):
-        with pytest.raises(grpo.BadInput, match=f"--wrapper: .*{told}"):
-            make_trainer(tmp_path / told, wrapper=wrapper("toy", make_config())).train()
+class Few(Toy):
+    def decode(self, prompts, tokens, seeds):
+        return super().decode(prompts, tokens, seeds)[:7]  # of 8
 
 class WithMissing(Toy):
     """Its second layer is called as a function of its weights, as in nn.MultiheadAttention."""
@@ -657,40 +657,15 @@ class WithMissing(Toy):
 class Only(WithMissing):
     lora_layers = "5"
 
-@pytest.mark.parametrize("Wrapper", [WithMissing, Only])
-def test_a_layer_that_takes_no_part_is_named(tmp_path, Wrapper):
-    """It trained nothing there, in silence; or "element 0 of tensors does not require grad"."""
-    trainer = make_trainer(tmp_path / "run", wrapper=Wrapper("toy", make_config()))
-    with pytest.raises(grpo.BadInput, match="--wrapper: its lora_layers .*5.lora_A"):
-        trainer.train()
-
-class Adds(Toy):
-    @staticmethod
-    def load_prompts(path):
-        prompts, targets = grpo.load_prompts(path)
-        return [f"A photo of {prompt}" for prompt in prompts], targets
-
-class Skips(Toy):
-    @staticmethod
-    def load_prompts(path):
-        prompts, targets = grpo.load_prompts(path)
-        return prompts[::2], targets[::2]
-
-class Lines(Toy):
-    @staticmethod
-    def load_prompts(path):
-        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-        return [row["prompt"] for row in rows], [None] * len(rows)
-
 @pytest.mark.parametrize("Wrapper, told", [
-    (Adds, "A photo of a red fox"), (Skips, "3 prompts became 2"), (Lines, "Expecting value")])
-def test_prompts_are_the_same_after_a_resume_or_refused(tmp_path, Wrapper, told):
-    """8 prompts became 4, 2, 1; or a traceback after hours: a wrapper reads what a run writes."""
-    config = make_config(out=str(tmp_path / "run"))
-    prompts = ["a red fox", "some yellow thing here", "green"]
-    with pytest.raises(grpo.BadInput, match=f"--wrapper: its load_prompts .*{told}"):
-        grpo.GRPOTrainer(config, Wrapper("toy", config), prompts)
-    assert not list(tmp_path.iterdir())
+    (Mixed, "in the order p0 p0 p1 p1"), (Few, "an image for each"),
+    (WithMissing, "lora_layers .*5.lora_A"), (Only, "lora_layers .*5.lora_A")])
+def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path, Wrapper, told):
+    """Samples in another order were trained in mixed groups, and a layer was not trained, in
+    silence; or "element 0 of tensors does not require grad"."""
+    trainer = make_trainer(tmp_path / "run", wrapper=make_toy(Wrapper))
+    with pytest.raises(grpo.BadInput, match=f"--wrapper: .*{told}"):
+        trainer.train()
 
 @algorithm
 def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
@@ -746,30 +721,24 @@ def test_an_update_computes_activations_again(sampled):
     logprobs.sum().backward()
     assert passes.call_count == 10 + 2
 
-@pytest.mark.parametrize("top_p", [None, 0.6])
-def test_the_ratio_is_one_until_the_first_update(tmp_path, top_p):
-    """Old log-probs from another pass, or a pass that forgets top-p, would start off 1."""
-    trainer = make_trainer(tmp_path / "run", lr=0.01, top_p=top_p, clip_range=0.0)  # all but 1
-    advantages = torch.tensor([1.0, -1.0] * 4)
-    rollout, _ = make_rollout(trainer)
+@pytest.mark.parametrize("top_p, dtype, gap", [
+    (None, torch.float32, 1e-5), (0.6, torch.float32, 1e-5), (None, torch.bfloat16, 0.05)])
+def test_until_the_first_update_the_ratio_is_one_and_the_kl_0(tmp_path, top_p, dtype, gap):
+    """Old log-probs from another pass, or a pass that forgets top-p, would start off 1. Another
+    kernel for the reference rounds differently: in bf16 a kl of .001, and a pull."""
+    wrapper = make_wrapper(dtype, top_p=top_p)
+    trainer = make_trainer(tmp_path / "run", wrapper=wrapper, lr=0.01, clip_range=0.0)  # all but 1
+    rollout, advantages = make_rollout(trainer)
     assert rollout.allowed.all() == (top_p is None)
     once = trainer.train_step(rollout, advantages)
     assert once["ratio_mean"] == 1
     assert once["kl"] == once["clip_frac"] == 0
     trainer.config.num_iterations = 2
-    rollout, _ = make_rollout(trainer, step=2)
-    twice = trainer.train_step(rollout, advantages)
+    twice = trainer.train_step(*make_rollout(trainer))
     assert twice["ratio_mean"] != 1
     assert twice["clip_frac"] > 0
     assert 0 < twice["kl"] < 100
-    assert max(once["sampler_gap"], twice["sampler_gap"]) < 1e-5
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kl_begins_at_exactly_0(tmp_path, dtype):
-    """Another kernel for the reference rounds differently: in bf16 a kl of .001, and a pull."""
-    trainer = make_trainer(tmp_path / "run", wrapper=make_wrapper(dtype), kl_coef=0.1)
-    metrics = trainer.train_step(*make_rollout(trainer))
-    assert metrics["kl"] == 0
+    assert max(once["sampler_gap"], twice["sampler_gap"]) < gap
 
 @pytest.mark.parametrize("kl_coef, passes", [(0.1, 6), (0.0, 4)])
 def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, passes):
@@ -808,9 +777,8 @@ def test_an_update_whose_gradient_is_not_finite_is_left_out(tmp_path, bad):
 @algorithm
 def test_settings_reach_the_update_and_the_log(tmp_path, monkeypatch):
     """A flag that is forgotten looks like one that does not help."""
-    rewards = {"fake": (lambda *_: range(8), 1.0)}
     trainer = make_trainer(
-        tmp_path / "run", rewards, steps=1, lr=0.003, lora_rank=2, num_iterations=3,
+        tmp_path / "run", steps=1, lr=0.003, warmup_steps=4, lora_rank=2, num_iterations=3,
         max_grad_norm=1e-3, clip_range=0.3, kl_coef=0.5)
     compute = grpo.compute_grpo_loss
     rows, norms = [], []
@@ -832,57 +800,30 @@ def test_settings_reach_the_update_and_the_log(tmp_path, monkeypatch):
     assert row["grad_norm"] > 1e-2  # before it is clipped
     assert norms == approx([1e-3] * 3, rel=1e-2)
     group, = trainer.optimizer.param_groups
-    assert group["lr"] == 0.003
+    assert group["lr"] == 0.003 / 4  # Adam's first updates would have full size
     assert group["weight_decay"] == 0
     for weight in trainer.lora.weights.values():
         assert min(weight.shape) == 2
         assert weight.grad is None  # no memory while the next step samples
 
 @algorithm
-def test_metrics_by_hand(tmp_path):
+def test_metrics_by_hand(tmp_path, monkeypatch, capsys):
     """A wrong spread, entropy or gap looks healthy for ever."""
-    rewards = {"a": (lambda *_: [0.3] * 4 + [1, 2, 3, 6], 2.0)}
+    rewards = {"a": (lambda *_: [0.3] * 4 + [1, 2, 3, 6], 2.0), "b": (lambda *_: [7] * 8, 0.0)}
     trainer = make_trainer(tmp_path / "run", rewards, steps=1, micro_batch_size=3)
     forward = trainer.wrapper.forward
     trainer.wrapper.forward = lambda *inputs, **cache: 0 * forward(*inputs, **cache)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7 * 2**30)
     trainer.train()
     row = trainer.history[0]
     assert row["reward_std"] == approx(2 * np.std([1, 2, 3, 6], ddof=1) / 2)
     assert row["entropy"] == approx(math.log(8))  # in nats: each of 8 codes is as likely
+    assert row["gpu_gib_max"] == 7
+    assert re.search("reward/a 1.65 .*reward/b 7 ", capsys.readouterr().out)  # a witness, too
     rollout, advantages = make_rollout(trainer)
     rollout.logprobs[5, 3] -= 0.1
     metrics = trainer.train_step(rollout, advantages)
     assert metrics["sampler_gap"] == approx(0.1 / rollout.logprobs.numel(), rel=1e-2)
-
-def test_the_learning_rate_rises_over_the_first_steps(tmp_path):
-    """Adam's first updates have full size: they would not wait for --warmup-steps."""
-    trainer = make_trainer(tmp_path / "run", steps=13, warmup_steps=10, lr=3.0)
-    rates = []
-    trainer.optimizer.step = lambda: rates.append(trainer.optimizer.param_groups[0]["lr"])
-    trainer.train()
-    assert rates == approx([0.3 * step for step in range(1, 11)] + [3.0] * 3)
-    assert make_config().warmup_steps == 0 < grpo.Config.warmup_steps
-
-def test_metrics_are_means_over_all_gpus(tmp_path, monkeypatch):
-    """They were those of the first process alone."""
-    trainer = make_trainer(tmp_path / "run")
-    trainer.out.mkdir()
-    other = torch.tensor([3.0, math.nan, 0.5, 1.0], dtype=torch.float64)
-    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values: values.add_(other))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7 * 2**30)
-    trainer.log(1, dict(loss=1.0, grad_norm=1.0, sampler_gap=0.1))
-    row = trainer.history[0]
-    assert math.isnan(row.pop("grad_norm"))
-    assert row == dict(step=1, loss=2, sampler_gap=0.3, gpu_gib_max=4)
-
-@pytest.mark.parametrize("names, shown", [("a", []), ("ab", ["a", "b"])])
-def test_metrics_in_the_console_are_of_each_of_several_rewards(tmp_path, capsys, names, shown):
-    """A witness of weight 0 helped nobody who looked there alone; a single one came twice."""
-    trainer = make_trainer(tmp_path / "run", {name: (print, 0.0) for name in names})
-    trainer.out.mkdir()
-    trainer.log(1, {"reward/a": 3.5, "reward/b": 3.5})
-    assert re.findall(r"reward/(\w) +3.5", capsys.readouterr().out) == shown
 
 # --- The trainer: what a run leaves, and how it goes on -------------------------------------------
 def test_what_is_written_when(finished):
