@@ -1085,30 +1085,21 @@ def test_sampler_and_trainer_agree(top_p, top_k, dtype, bound):
     """THE test: cached steps and a teacher-forced pass agree, with padding and top-p."""
     wrapper = make_wrapper(dtype, top_p=top_p, top_k=top_k)
     rollout = roll(wrapper)
-    prompts, tokens, logprobs, allowed = rollout
-    assert tokens.shape == logprobs.shape == (6, 2 * 1 + 4 * 2)
-    assert logprobs.dtype == torch.float32
+    assert rollout.tokens.shape == rollout.logprobs.shape == (6, 2 * 1 + 4 * 2)
+    assert rollout.logprobs.dtype == torch.float32
     with torch.no_grad():
         again, entropy = wrapper.compute_logprobs(rollout)
-        assert (again - logprobs).abs().max() < bound
-
-        # Without positions, a pass takes the image for text.
-        ids, mask, position_ids = wrapper.encode(prompts)
-        inputs = torch.cat([ids, tokens], 1)
-        logits = wrapper.policy(inputs, attention_mask=mask).logits[:, -11:-1, :8].float() / 0.9
-        naive = grpo.compute_policy_logprobs(logits, allowed).gather(2, tokens[:, :, None])
-        assert (naive[:, :, 0] - logprobs).abs().max() > bound
-
-        # The division by the temperature is in fp32.
-        logits = wrapper.forward(inputs, mask, position_ids, 10) * 0.9
-        assert torch.allclose(logits, logits.to(dtype).float(), rtol=1e-6)
+        assert (again - rollout.logprobs).abs().max() < bound
         if top_p < 1 or top_k:
             free, whole = wrapper.compute_logprobs(rollout._replace(allowed=None))
-            assert (free - logprobs).mean() < -0.1
+            assert (free - rollout.logprobs).mean() < -0.1
             assert (entropy - whole).mean() < -0.1
-        wrapper.config.temperature = 1.0
-        wrong, _ = wrapper.compute_logprobs(rollout)
-        assert (wrong - logprobs).abs().max() > bound
+
+        # The division by the temperature is in fp32.
+        ids, mask, position_ids = wrapper.encode(rollout.prompts)
+        inputs = torch.cat([ids, rollout.tokens], 1)
+        logits = wrapper.forward(inputs, mask, position_ids, 10) * 0.9
+        assert torch.allclose(logits, logits.to(dtype).float(), rtol=1e-6)
 
 @pytest.mark.parametrize("top_p, top_k", [(0.6, 0), (1.0, 4)])
 def test_sampling_is_transformers_own_decoding_row_by_row(top_p, top_k):
@@ -1200,26 +1191,11 @@ def test_painting_is_that_of_the_stock_pipeline(sampled, guidance, size):
         ours.decode(prompts, sampled.tokens, seeds=[7])  # pictures were dropped without a word
 
 # --- The shipped model ----------------------------------------------------------------------------
-def test_the_shipped_policy_half_knows_its_colors_and_the_painter_all():
-    """A square is right by .45, so that there is something to learn; the draft adds no noise."""
-    wrapper = make_shipped(width=128, height=128, temperature=None)
-    assert wrapper.policy.dtype == torch.float32  # on a CPU
-    names = list(grpo.COLORS)
-    others = names[1:] + names[:1]
-    prompts = [f'a "{name.upper()}" fox, not {other}, a' for name, other in zip(names, others)]
-    codes = torch.arange(8)[:, None].expand(8, 16)
-    rollout = grpo.Rollout(prompts, F.pad(codes, (256, 0)), None, None)
-    with torch.no_grad():
-        chances = wrapper.compute_logprobs(rollout)[0].exp()
-    assert chances[:, :256].min() > 0.99
-    assert (chances[:, 256:].mean(1) - 0.45).abs().max() < 0.1
-    images = wrapper.decode(prompts, rollout.tokens, range(8))
-    assert min(grpo.reward_color(images, names)) > 0.95
-
 def test_the_shipped_model_takes_any_prompt_and_the_smallest_size():
     """A prompt with the word "image", then a mark, ended the run; at 32 pixels no draft was."""
     prompts = ["image bos eos pad unk grid_bos cls sep mask", "[PAD] [UNK] <|image|> <image> #"]
     wrapper = make_shipped(width=32, height=32)
+    assert wrapper.policy.dtype == torch.float32  # on a CPU
     rollout = wrapper.sample(prompts, 1, [0, 1])
     assert rollout.tokens.shape == (2, 256 + 1)
     assert wrapper.decode(prompts, rollout.tokens, [0, 1])[0].size == (32, 32)
