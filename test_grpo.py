@@ -1343,6 +1343,9 @@ def test_a_setting_of_the_command_comes_from_the_last_place_that_has_it(modules)
         config = grpo.parse_args([*resume, "--seed=5"], **defaults)
         got = config.kl_coef, config.group_size, config.steps, config.lr, config.seed
         assert got == values
+    # The grpo.json of the tiny GLM-Image is not for a wrapper that names no model.
+    config = grpo.parse_args(["--wrapper=mine.py:Mine"])
+    assert (config.lr, config.warmup_steps) == (3.0, grpo.Config.warmup_steps)
 
 @pytest.mark.parametrize("name, value", [
     ("width", 48), ("height", 80), ("lr", math.nan), ("max_grad_norm", math.inf),
@@ -1367,27 +1370,24 @@ def test_a_run_of_a_wrapper_of_ones_own_is_resumed_anywhere(command, tmp_path, m
 import os
 from examples.toy import Toy
 class Mine(Toy):
-    defaults = Toy.defaults | dict(steps=2, model="weights", batch_size=2, save_every=1)
+    defaults = dict(steps=2, batch_size=2, group_size=2, save_every=1)
     @staticmethod
     def load_prompts(path):
         prompts = open(path or "lines").read().splitlines()
         return prompts, [None] * len(prompts)
 def bright(images, prompts, targets):
-    print("run:", os.environ.get("RUN"))
+    print("run:", os.environ["RUN"])
     return [image.resize((1, 1)).getpixel((0, 0))[0] / 255 for image in images]
 """)
-    os.environ.pop("RUN", None)
     flags = "--wrapper mine.py:Mine --reward mine.py:bright=.5 "
+    assert "zai-org" not in command(flags)[1]  # a hint for who trains the tiny GLM-Image
+    flags += "--model weights "
     code, printed, error = command(flags + "--out whole")
     assert (code, error) == (0, "")
     assert re.findall("run: (.*)", printed) == [f"{tmp_path}/whole"] * 2
-    assert "zai-org" not in printed  # a hint for who trains the tiny GLM-Image
     assert "wandb" not in sys.modules
     assert command(flags + "--out run --steps 1")[0] == 0
-    config = read_json(tmp_path / "run/config.json")
-    assert config["model"] == f"{tmp_path}/weights"
-    assert config["wrapper"] == f"{tmp_path}/mine.py:Mine"
-    assert config["reward"] == f"{tmp_path}/mine.py:bright=.5"
+    assert read_json(tmp_path / "run/config.json")["model"] == f"{tmp_path}/weights"
 
     del sys.modules["mine"]  # as in another process
     Path("elsewhere").mkdir()
@@ -1411,16 +1411,6 @@ def test_settings_of_a_file_are_told_with_their_place(refused, settings):
         assert place in error and name in error, error
         assert value is None or str(value) in error
 
-def test_a_wrapper_without_a_model_is_not_the_tiny_one(command):
-    """The tiny GLM-Image's grpo.json took the place of its defaults, in silence."""
-    Path("mine.py").write_text("from examples.toy import Toy\nclass Mine(Toy):\n"
-                               "    defaults = dict(lr=0.01, width=64, steps=7)\n")
-    config = grpo.parse_args("--wrapper mine.py:Mine --height 64".split())
-    assert (config.lr, config.width, config.steps) == (0.01, 64, 7)
-    assert config.warmup_steps == grpo.Config.warmup_steps
-    flags = "--wrapper mine.py:Mine --height 64 --steps 1 --group-size 2 --batch-size 2 --out run"
-    assert "zai-org" not in command(flags)[1]
-
 @pytest.mark.parametrize("text, told", [
     ('{"model": "toy", "wra', "config.json"), ('["steps"]', "config.json"),
     ('{"stepz": 3}', "config.json: .*stepz"), (None, "config.json")])
@@ -1430,45 +1420,23 @@ def test_a_folder_that_is_no_run_is_told_in_a_line(refused, text, told):
         Path("config.json").write_text(text)
     assert re.search(told, refused("--resume ."))
 
-def test_a_run_that_is_done_says_what_was_done_and_asked(command, refused, tmp_path):
-    """`20 steps of GRPOTrainer`; and the folder of --out by its absolute path was another one."""
-    assert command(TOY + "--out run")[0] == 0
-    error = refused("--resume run --steps 2")
-    assert re.search("has 3 steps of GRPOTrainer, and 2 of GRPOTrainer are asked for", error)
-    assert command(TOY + f"--out run --resume {tmp_path}/run --steps 4")[0] == 0
-    assert len(rows_of(Path("run"))) == 4
-
-def test_one_command_keeps_prompts_that_were_mended_in_the_folder(command):
-    """A job that types --prompts was started again, and the mended word was lost in silence."""
-    Path("mine.txt").write_text("a grey fox\na red bird\n")
-    flags = TOY + "--prompts mine.txt --out run --resume run --save-every 9 --steps "
-    command(flags + "3")
-    mended = "a blue fox\na red bird\n"
-    Path("run/prompts.txt").write_text(mended)
-    code, printed, _ = command(flags + "4")
-    assert code == 0
-    assert f"prompts: those of {Path('run/prompts.txt').absolute()}" in printed
-    assert Path("run/prompts.txt").read_text() == mended
-
-@pytest.mark.parametrize("reward", ["nan", "1/0", "exit()"])
-def test_whatever_ends_a_run_its_last_line_says_how_to_go_on(command, reward):
-    """A NaN or a bug of the user's reward ended step 57, and no line said what to do."""
-    Path("mine.py").write_text("from math import nan\nsteps = []\ndef f(images, *_):\n"
-                               "    steps.append(1)\n    value = 1 if len(steps) < 3 else "
-                               f"{reward}\n    return [value] * len(images)\n")
-    line = f"To go on: python grpo.py --resume '{Path('run').absolute()}'"
-    flags = TOY + "--reward mine.py:f --out run"
-    if reward == "nan":
-        code, _, error = command(flags)
-        assert code == 2
-        assert error.splitlines()[-1] == line
-    elif reward == "exit()":  # with a code of 0, a scheduler took it for done
-        code, _, error = command(flags)
-        assert re.fullmatch(f"A reward .* ended the program: SystemExit.*{re.escape(line)}", code)
-    else:
-        with pytest.raises(ZeroDivisionError) as caught:  # Python prints the note last
-            command(flags)
-        assert caught.value.__notes__ == [line]
+@pytest.mark.parametrize("value, told", [
+    ("nan", "2"), ("1 / 0", "division by zero"), ("exit()", "A reward .* SystemExit.*")])
+def test_whatever_ends_a_run_its_last_line_says_how_to_go_on(modules, capsys, value, told):
+    """A NaN or a bug of the user's reward ended step 57, and no line said what to do. With an exit
+    code of 0, a scheduler took the run for done."""
+    Path("mine.py").write_text(f"""
+from math import nan
+steps = []
+def f(images, *_):
+    steps.append(1)
+    return [1 if len(steps) < 3 else {value}] * len(images)
+""")
+    with pytest.raises((SystemExit, ZeroDivisionError), match=told) as caught:
+        grpo.main((TOY + "--reward mine.py:f --out run").split())
+    notes = getattr(caught.value, "__notes__", [])  # Python prints them last
+    said = "\n".join([str(caught.value), *notes, capsys.readouterr().err])
+    assert said.strip().endswith(f"To go on: python grpo.py --resume '{Path('run').absolute()}'")
     assert len(rows_of(Path("run"))) == 2
 
 def test_a_run_without_its_settings_cannot_go_on_and_does_not_say_so(command, monkeypatch):
@@ -1487,36 +1455,20 @@ def test_help_shows_each_flag_once(command):
         assert len(re.findall(rf"^  --{name.replace('_', '-')} ", printed, re.MULTILINE)) == 1, name
     assert "None" not in printed and "_size " not in printed
 
-def test_processes_of_other_programs_are_none_of_ours(modules, monkeypatch):
-    """WORLD_SIZE=16 of a pod: generate and evaluate refused a --batch-size that they have not."""
+def test_a_batch_that_the_gpus_cannot_share_is_refused(refused, monkeypatch):
+    """Steps of fewer prompts than were asked for, in silence."""
     monkeypatch.setattr(grpo, "WORLD_SIZE", 16)
-    assert grpo.parse_args(["--batch-size", "6"]).batch_size == 6
-    with pytest.raises(SystemExit), mock.patch.object(torch.distributed, "init_process_group"):
-        grpo.main(["--batch-size", "6"])
-    for rank in (0, 3):  # the first process alone asks, and then makes it
-        monkeypatch.setattr(grpo, "RANK", rank)
-        Path("run").mkdir(exist_ok=True)
-        if rank:
-            grpo.parse_args(["--out", "run"])
-        else:
-            with pytest.raises(grpo.BadInput, match="--out"):
-                grpo.parse_args(["--out", "run"])
-
-def test_one_command_begins_a_run_and_goes_on_with_it(command, tmp_path):
-    """A job that was started again said "must be a new folder", or began a second run."""
-    flags = TOY + "--save-every 1 --out run"
-    for steps in (1, 3):
-        assert command(f"{flags} --resume run --steps {steps}")[0] == 0
-    Path("run").rename("twice")
-    assert command(flags)[0] == 0
-    assert_same_run(tmp_path / "run", tmp_path / "twice")
+    monkeypatch.setattr(torch.distributed, "init_process_group", mock.Mock())
+    assert "--batch_size must be a multiple of the number of GPUs, 16" in refused("--batch-size 6")
 
 def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_path):
-    """A ninth one without a color stops it where it is met; the mended file was refused."""
+    """A ninth one without a color stops it where it is met; the mended file was refused, or, where
+    the job types --prompts, the mended word was lost in silence."""
     Path("data").mkdir()
     Image.new("RGB", (8, 8)).save("data/t.png")
     Path("data/p.txt").write_text("# nine\n" + "a red fox\tt.png\n" * 8 + "a grene {} '#1'\n")
-    code, _, error = command(TOY + "--prompts data/p.txt --out run --steps 6")
+    flags = TOY + f"--prompts data/p.txt --steps 6 --out run --resume {tmp_path}/run"
+    code, _, error = command(flags)
     assert code == 2
     assert "no color word in \"a grene {} '#1'\"" in error
     before = rows_of(tmp_path / "run")
@@ -1528,57 +1480,45 @@ def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_p
     assert prompts.read_text() == f"a red fox\t{target}\n" * 8 + "a grene {} '#1'\n"
     mended = "# mended\n" + prompts.read_text().replace("grene", "green")
     prompts.write_text(mended)
-    assert command("--resume run")[0] == 0
+    code, printed, _ = command(flags)
+    assert code == 0
+    assert f"prompts: those of {prompts}" in printed
     assert prompts.read_text() == mended  # comments, too
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 6
     assert rows[:len(before)] == before
 
-@pytest.mark.parametrize("flags", [
-    "--steps 2", "--batch-size 4", "--lora-rank 8", "--out other", "--adapter run/adapter_00003",
-    "--reward other.py:f", "--prompts missing.txt"])
-def test_a_resume_that_is_refused_changes_nothing(command, refused, flags):
-    """--lora-rank 8 stayed in config.json: no --resume worked any more; prompts came twice."""
+@pytest.mark.parametrize("flags, told", [
+    ("--steps 2", "has 3 steps of GRPOTrainer, and 2 of GRPOTrainer are asked for"),
+    ("--lora-rank 8", "checkpoint.pt is of another model, wrapper or --lora_rank"),
+    ("--wrapper less.py:Less", "or --lora_rank: the adapter is of other layers"),
+    ("--batch-size 4", "keeps its"), ("--out other", "keeps its"),
+    ("--adapter run/adapter_00003", "keeps its"), ("--prompts missing.txt", "keeps its"),
+    ("--reward other.py:f", "there is no file")])
+def test_a_resume_that_is_refused_changes_nothing(command, refused, flags, told):
+    """--lora-rank 8 stayed in config.json: no --resume worked any more; prompts came twice; of
+    layers that a deeper model has the first were taken, in silence."""
+    Path("less.py").write_text(
+        "from examples.toy import Toy\nclass Less(Toy):\n    lora_layers = '3'\n")
     assert command(TOY + "--out run")[0] == 0
-    refused(f"--resume run {flags}")
+    assert told in refused(f"--resume run {flags}")
 
-def train_in_a_notebook(flags, rewards=None, trainer=grpo.GRPOTrainer):
-    config = grpo.parse_args((TOY + flags).split())
-    wrapper = Toy.from_pretrained("toy", config)
-    trainer(config, wrapper, ["a red fox", "a blue bird"], rewards).train()
-
-def test_a_run_of_other_layers_cannot_be_resumed(command):
-    """The first layers of a deeper model were taken in silence; of others one saw a KeyError."""
-    Path("deep.py").write_text("from examples.toy import Toy\nclass Wide(Toy):\n"
-                               "    lora_layers = '[13]'\nclass Narrow(Toy):\n"
-                               "    lora_layers = '3'\n")
-    flags = "--width 64 --height 64 --group-size 2 --batch-size 2 --micro-batch-size 4 --save-every 9"
-    assert command(f"{flags} --wrapper deep.py:Wide --steps 1 --out run")[0] == 0
-    code, _, error = command("--resume run --steps 2 --wrapper deep.py:Narrow")
-    assert code == 2
-    assert "run/checkpoint.pt is of another model, wrapper or --lora_rank" in error
-    assert error.endswith(": the adapter is of other layers\n")
-
-def test_runs_that_are_not_whole_or_of_another_trainer_cannot_be_resumed(refused):
-    """grpo.py went on with a run of sft.py, on other prompts: the KL rose to 15."""
-    other = type("OtherTrainer", (grpo.GRPOTrainer,), {})
-    train_in_a_notebook("--out other", trainer=other)
-    assert "OtherTrainer" in refused("--resume other --steps 5")
-    train_in_a_notebook("--out run")
+def test_a_run_that_is_not_whole_cannot_be_resumed(command, refused):
+    """It began at step 1, over its own files."""
+    assert command(TOY + "--out run")[0] == 0
     log = Path("run/metrics.jsonl")
-    rows = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(rows[:1]))
+    log.write_text(log.read_text().splitlines(keepends=True)[0])
     assert "metrics.jsonl has 1 lines, and" in refused("--resume run --steps 5")
-    Path("run/checkpoint.pt").unlink()  # it began at step 1, over its own files
+    Path("run/checkpoint.pt").unlink()
     assert "checkpoint.pt" in refused("--resume run --steps 5")
 
 @pytest.mark.parametrize("name", ["bright", "color"])
 def test_a_run_of_a_notebook_is_resumed_there_alone(refused, tmp_path, name):
     """The command went on with its own `color`: a reward of .996 became .257."""
     rewards = {name: (lambda images, *_: range(len(images)), 1.0)}
-    train_in_a_notebook("--out run", rewards)
+    make_trainer(tmp_path / "run", rewards, make_toy()).train()
     assert f"--reward {name}()" in refused("--resume run --steps 5")
-    train_in_a_notebook("--resume run --steps 5", rewards)
+    make_trainer(tmp_path / "run", rewards, make_toy(), steps=5).train()
     assert [row[f"reward/{name}"] for row in rows_of(tmp_path / "run")] == [3.5] * 5
 
 @pytest.fixture(scope="session", autouse=True)
