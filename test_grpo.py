@@ -302,6 +302,8 @@ def test_mse_reward_is_of_pixels():
     gray = Image.new("RGB", (8, 8), (51, 51, 51))
     rewards = grpo.reward_mse([half] * 3, [""] * 3, [half, black, gray])
     assert rewards.tolist() == approx([0, -0.5, -(0.8**2 + 0.2**2) / 2])
+    with pytest.raises(grpo.BadInput, match="every line .* needs a target"):
+        grpo.reward_mse([half] * 2, [""] * 2, [half, None])
 
 @pytest.mark.parametrize("values", [
     (True, 2.0), range(1, 3), np.array([1, 2], np.float16), [torch.tensor(1.0), np.float32(2)],
@@ -538,7 +540,7 @@ def make_reader(change):
     (dict(wrapper=make_reader(lambda lines: [json.loads(line) for line in lines])), "Expecting"),
     (dict(wrapper=make_toy(lora_layers="none")), "--wrapper: .*lora_layers match"),
     (dict(targets=[None] * 2), "zip.* shorter"),  # the third prompt was lost, in silence
-    (dict(rewards={"bright": print}), "rewards: must be")])
+    (dict(rewards={"bright": print}), "rewards: must be"), (dict(group_size=1), "--group_size")])
 def test_a_start_that_fails_leaves_no_folder(tmp_path, given, told):
     """It did, and the mended cell of a notebook was refused: "must be a new folder"."""
     with pytest.raises(ValueError, match=told):
@@ -561,14 +563,10 @@ def test_two_trainers_never_share_a_new_folder(tmp_path, monkeypatch):
     assert [out.parent for out in unnamed] == [tmp_path / "runs"] * 2
     assert unnamed[0] != unnamed[1]
 
-class Mixed(Toy):
-    def sample(self, prompts, group_size, seeds):
-        rollout = super().sample(prompts, group_size, seeds)
-        return rollout._replace(prompts=prompts * group_size)
-
-class Few(Toy):
-    def decode(self, prompts, tokens, seeds):
-        return super().decode(prompts, tokens, seeds)[:7]  # of 8
+def make_altered(name, change):
+    """A toy of which the results of one method are changed."""
+    method = getattr(make_toy(), name)
+    return make_toy(**{name: lambda *args: change(method(*args))})
 
 class Idle(Toy):
     """It has a layer that is never called as a module, as in nn.MultiheadAttention."""
@@ -577,7 +575,9 @@ class Idle(Toy):
         self.policy[1].idle = torch.nn.Linear(8, 8)
 
 @pytest.mark.parametrize("wrapper, told", [
-    (make_toy(Mixed), "in the order p0 p0 p1 p1"), (make_toy(Few), "an image for each"),
+    (make_altered("sample", lambda rollout: rollout._replace(prompts=rollout.prompts[::2] * 2)),
+     "in the order p0 p0 p1 p1"),
+    (make_altered("decode", lambda images: images[:7]), "an image for each"),  # of 8
     (make_toy(Idle, lora_layers=r"[13]|1\.idle"), "lora_layers .*1.idle.lora_A"),
     (make_toy(Idle, lora_layers=r"1\.idle"), "lora_layers .*1.idle.lora_A")])
 def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path, wrapper, told):
