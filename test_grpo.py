@@ -645,9 +645,7 @@ def test_until_the_first_update_the_ratio_is_one_and_the_kl_0(tmp_path, top_p, d
     kernel for the reference rounds differently: in bf16 a kl of .001, and a pull."""
     wrapper = make_wrapper(dtype, top_p=top_p)
     trainer = make_trainer(tmp_path / "run", wrapper=wrapper, lr=5e-3, clip_range=0.0)  # all but 1
-    rollout = roll(wrapper)
-    assert rollout.allowed.all() == (top_p is None)
-    once = trainer.train_step(rollout, ADVANTAGES)
+    once = trainer.train_step(roll(wrapper), ADVANTAGES)
     assert once["ratio_mean"] == 1
     assert once["kl"] == once["clip_frac"] == 0
     trainer.config.num_iterations = 2
@@ -1113,7 +1111,6 @@ def test_rewards_are_loaded_with_their_weights(modules):
     assert rewards["mse"] == (grpo.reward_mse, 1.0)
     assert rewards["a"] == (rewards["b"][0], 1.0)
     assert rewards["b"][1] == 0.5
-    assert rewards["b"][0]() == 7
 
 @pytest.mark.parametrize("text", [
     "color=1,color=2", "a/r.py:f,b/r.py:f", "missing.py:f", "a/r:f", "a:f", "text.txt:f",
@@ -1295,11 +1292,14 @@ def test_help_shows_each_flag_once(command):
         assert len(re.findall(rf"^  --{name.replace('_', '-')} ", printed, re.MULTILINE)) == 1, name
     assert "None" not in printed and "_size " not in printed
 
-def test_a_batch_that_the_gpus_cannot_share_is_refused(refused, monkeypatch):
-    """Steps of fewer prompts than were asked for, in silence."""
+def test_processes_share_a_batch_and_a_folder(refused, monkeypatch):
+    """One that was late refused the folder that the first had just made."""
     monkeypatch.setattr(grpo, "WORLD_SIZE", 16)
     monkeypatch.setattr(torch.distributed, "init_process_group", mock.Mock())
     assert "--batch_size must be a multiple of the number of GPUs, 16" in refused("--batch-size 6")
+    Path("run").mkdir()
+    monkeypatch.setattr(grpo, "RANK", 3)
+    assert grpo.parse_args(["--out", "run"]).out == str(Path("run").absolute())
 
 def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_path):
     """A ninth one without a color stops it where it is met; the mended file was refused, or, where
