@@ -1,7 +1,5 @@
 """Tests of grpo.py: identities, mostly, on small models. No network, no GPU: `python -m pytest -q`.
-They stand in the order of grpo.py. While you change something, run what looks at it, for example
-`pytest -q -k "advantages or clip or k3 or ratio or gradient or settings"` for the loss; then all.
-"""
+They stand in the order of grpo.py."""
 import json, math, os, re, runpy, subprocess, sys, warnings
 from pathlib import Path
 from unittest import mock
@@ -106,27 +104,18 @@ def rows_of(out):
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) | dict(seconds=0) for line in lines]
 
-def load_checkpoint(out):
-    return torch.load(out / "checkpoint.pt", weights_only=True)
-
 def assert_same_run(one, other):
     """Every file of two runs, bit for bit, but for seconds and settings without an effect."""
     runs = []
     for out in (one, other):
         files = read_files(out)
-        files["checkpoint.pt"] = json.dumps(load_checkpoint(out), default=torch.Tensor.tolist)
+        state = torch.load(out / "checkpoint.pt")
+        files["checkpoint.pt"] = json.dumps(state, default=torch.Tensor.tolist)
         files["metrics.jsonl"] = rows_of(out)
         files["config.json"] = json.loads(files["config.json"]) | dict(offload=None, prompts=None)
         runs.append(files)
     assert runs[0].keys() == runs[1].keys()
     assert [name for name in runs[0] if runs[0][name] != runs[1][name]] == []
-
-def assert_files(out, *steps):
-    """All that a run leaves, with pictures of these steps."""
-    names = {"config.json", "prompts.txt", "metrics.jsonl", "checkpoint.pt"}
-    for step in steps:
-        names |= {f"adapter_{step:05d}", f"samples_{step:05d}.png"}
-    assert {path.name for path in out.iterdir()} == names
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
@@ -361,7 +350,6 @@ def test_lora_by_hand():
     x = torch.randn(5, 3)
     base = model["a"](x)
     lora = grpo.LoRA(model, "a", rank=4)  # "ab" is no "a"
-    assert list(lora.weights) == [f"base_model.model.a.lora_{AB}.weight" for AB in "AB"]
     assert torch.equal(model["a"](x), base)
     A, B = lora.weights.values()
     assert not B.any()
@@ -399,17 +387,15 @@ def test_small_updates_are_not_swallowed_in_bf16(step, width, out, bias, rows):
     assert error < 0.06
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("run", [
-    lambda layers, x: layers(x),
-    lambda layers, x: torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False)])
-def test_gradients_of_lora_are_those_of_its_formula(bias, run):
+def test_gradients_of_lora_are_those_of_its_formula(bias):
     """The product is made in place, and without activations: autograd must see through both."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(70, 90, bias), torch.nn.Linear(90, 50, bias))
     lora = perturb(grpo.LoRA(layers.double().requires_grad_(False), "[01]", rank=32))
     x = torch.randn(3, 5, 70, dtype=torch.float64, requires_grad=True)
     weights = [x, *lora.weights.values()]
-    got = torch.autograd.grad(run(layers, x).sin().sum(), weights)
+    output = torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False)
+    got = torch.autograd.grad(output.sin().sum(), weights)
     hidden = x
     for linear, (A, B) in lora.pairs.items():
         hidden = F.linear(hidden, linear.weight + 2 * B.double() @ A.double(), linear.bias)
@@ -480,6 +466,19 @@ def test_only_the_adapters_train(dtype):
         assert weight.grad.any()
     for weight in (*wrapper.ar.parameters(), *wrapper.dit.parameters()):
         assert not weight.requires_grad
+
+def test_peft_and_transformers_load_the_adapters(tmp_path):
+    """Both must give the policy that was trained, not the base, nor half of what it learned."""
+    peft = pytest.importorskip("peft")
+    ours, one, two = make_wrapper(), make_wrapper(), make_wrapper()
+    rollout = roll(ours)
+    perturb(grpo.LoRA(ours.policy, ours.lora_layers, rank=4)).save(tmp_path, "some/model")
+    with warnings.catch_warnings(action="ignore"):  # peft's own calls
+        peft.PeftModel.from_pretrained(one.policy, tmp_path)
+        two.policy.load_adapter(tmp_path)
+    trained, *others = [wrapper.compute_logprobs(rollout)[0] for wrapper in (ours, one, two)]
+    assert (trained - rollout.logprobs).abs().max() > 0.01
+    torch.testing.assert_close(others, [trained] * 2, rtol=0, atol=1e-5)
 
 # --- The trainer: which prompts, how it begins, an update -----------------------------------------
 def choose(step, gpus=1, **settings):
@@ -775,7 +774,7 @@ def test_a_step_of_a_long_run_writes_a_line_and_no_more(tmp_path):
     assert not write.called
     assert rows_of(trainer.out) == [row | dict(seconds=0) for row in trainer.history]
     trainer.save(1)
-    assert load_checkpoint(trainer.out).keys() == {"trainer", "step", "adapter", "optimizer"}
+    assert [*torch.load(trainer.out / "checkpoint.pt")] == "trainer step adapter optimizer".split()
     with open(trainer.out / "metrics.jsonl", "a") as other:
         other.write("{}\n")
     with pytest.raises(grpo.BadInput, match="metrics.jsonl: .*another process"):
@@ -814,7 +813,7 @@ def test_resume_is_bit_for_bit_also_after_a_full_disk(finished, tmp_path, monkey
         trainer = make_trainer(out, num_iterations=2)
         with pytest.raises(grpo.BadInput, match=f"{name}: .*No space"):
             trainer.train()
-        assert load_checkpoint(out)["step"] == 1
+        assert torch.load(out / "checkpoint.pt")["step"] == 1
     monkeypatch.undo()
     with open(out / "metrics.jsonl", "a") as log:
         log.write('{"step": 2, "rew')  # torn
@@ -879,7 +878,7 @@ def test_what_a_reward_changes_for_all_does_not_matter(finished, tmp_path, monke
 
 def test_a_resumed_run_keeps_its_weights_and_takes_what_is_typed(finished, tmp_path):
     """It went back to the --adapter that it began with; an --lr that is the default was lost."""
-    first = load_checkpoint(finished)["adapter"]
+    first = torch.load(finished / "checkpoint.pt")["adapter"]
     trainer = make_trainer(tmp_path / "run", adapter=str(finished / "adapter_00003"), steps=1)
     trainer.train()
     resumed = make_trainer(tmp_path / "run", lr=grpo.Config.lr, steps=2)
@@ -1286,8 +1285,7 @@ def test_a_run_without_its_settings_cannot_go_on_and_does_not_say_so(command, mo
 
 def test_help_shows_each_flag_once(command):
     """And no `(default: None)`."""
-    code, printed, _ = command("--help")
-    assert code == 0
+    _, printed, _ = command("--help")
     for name in grpo.Config.__dataclass_fields__:
         assert len(re.findall(rf"^  --{name.replace('_', '-')} ", printed, re.MULTILINE)) == 1, name
     assert "None" not in printed and "_size " not in printed
@@ -1381,7 +1379,6 @@ def test_the_first_command_learns_and_leaves_what_the_readme_says(tmp_path, monk
     assert "reward/" not in done.stdout  # of one reward alone, it is the same number
     assert re.match(r"model: .*/tiny-glm-image on cpu .*--model zai-org/GLM-Image.*\n"
                     "files: .*/out, at step 0 of 20\nstep 1 ", done.stdout)
-    assert_files(out, 0, 10, 20)
     rows = rows_of(out)
     assert np.isfinite([list(row.values()) for row in rows]).all()
     rewards = [row["reward"] for row in rows]
@@ -1394,7 +1391,10 @@ def test_the_first_command_learns_and_leaves_what_the_readme_says(tmp_path, monk
 
     # A step more, and a run that begins with what it has learned.
     grpo.main("--resume out --steps 21".split())
-    assert_files(out, 0, 10, 20, 21)
+    names = {"config.json", "prompts.txt", "metrics.jsonl", "checkpoint.pt"}
+    for step in (0, 10, 20, 21):
+        names |= {f"adapter_{step:05d}", f"samples_{step:05d}.png"}
+    assert {path.name for path in out.iterdir()} == names
     grpo.main("--adapter out/adapter_00020 --steps 1 --out more".split())
     again = Path("more/samples_00000.png").read_bytes()
     assert again == (out / "samples_00020.png").read_bytes()
