@@ -1,13 +1,5 @@
 """Tests of grpo.py: identities, mostly, on small models. No network, no GPU: `python -m pytest -q`.
-They stand in the order of grpo.py. While you change something, run what looks at it; then run all:
-    advantages, loss    pytest -q -k "advantages or clip or k3 or ratio or gradient or settings"
-    rewards, prompts    pytest -q -k "reward or pictures or prompts"
-    adapters            pytest -q -k "lora or adapters"
-    rollout, update     pytest -q -k "gradient or update or step or order or metrics or reference"
-    files               pytest -q -k "written or resume or notebook or picture or gpu or folder"
-    sampling, painting  pytest -q -k "position or sampl or chance or paint or halves or shipped"
-    the command line    pytest -q -k "command or config or wrapper" test_grpo.py .ci/test_command.py
-"""
+They stand in the order of grpo.py."""
 import json, math, os, re, runpy, subprocess, sys, warnings
 from pathlib import Path
 from unittest import mock
@@ -18,9 +10,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import diffusers, pytest, torch
 import numpy as np
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageColor
 from pytest import approx
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import grpo
 from examples.make import tiny as make_tiny
@@ -36,9 +28,6 @@ algorithm = pytest.mark.algorithm
 
 torch.set_num_threads(1)  # two would wait for each other where the machine does other work
 HERE = Path(__file__).parent
-SMALL_MODEL = HERE / "examples/tiny-glm-image"
-WRAPPER = grpo.GLMImageWrapper
-PROMPTS = ["a red fox on a wall", "yellow"]  # of different length, so that one of them is padded
 
 # --- What the tests are made of -------------------------------------------------------------------
 def make_config(**settings):
@@ -61,11 +50,7 @@ def make_wrapper(dtype=torch.float32, config=None, **settings):
     pipe.vision_language_encoder.to(dtype)
     pipe.processor._get_target_shape = lambda height, width: (
         height // 32, width // 32, height // 64, width // 64)
-    return WRAPPER(pipe, config or make_config(**settings))
-
-def make_shipped(**settings):
-    """The model that `python grpo.py` trains."""
-    return WRAPPER.from_pretrained(SMALL_MODEL, make_config(**settings))
+    return grpo.GLMImageWrapper(pipe, config or make_config(**settings))
 
 def perturb(lora):
     """Adapters that do something: B starts at 0."""
@@ -74,40 +59,27 @@ def perturb(lora):
         weight.data.add_(0.1 * torch.randn_like(weight))
     return lora
 
-def make_adapted(dtype=torch.float32, **settings):
-    """A model of random weights, and adapters that do something."""
-    wrapper = make_wrapper(dtype, **settings)
-    return wrapper, perturb(grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank=4))
-
-def make_trainer(out, rewards=None, wrapper=None, targets=None, **settings):
+def make_trainer(out, rewards=None, wrapper=None, targets=None, prompts=None, **settings):
     """Two of three prompts x 4 images a step. If the folder has a run, it goes on with that."""
     own = dict(out=str(out))
     if (out / "checkpoint.pt").exists():
-        own = read_json(out / "config.json") | dict(resume=str(out))
+        own = json.loads((out / "config.json").read_text()) | dict(resume=str(out))
     config = make_config(**own | settings)
-    prompts = ["a red fox", "some yellow thing here", "green"]
+    prompts = prompts or ["a red fox", "some yellow thing here", "green"]
     wrapper = wrapper or make_wrapper(config=config)
     return grpo.GRPOTrainer(config, wrapper, prompts, rewards, targets)
 
-def make_rollout(trainer, step=1):
-    """What `train` hands to `train_step`: a rollout and its advantages."""
-    config = trainer.config
-    indices, seeds = grpo.choose_prompts(step, len(trainer.prompts), config)
-    prompts = [trainer.prompts[i] for i in indices]
-    rollout = trainer.wrapper.sample(prompts, config.group_size, seeds)
-    images = trainer.wrapper.decode(prompts, rollout.tokens, seeds)
-    targets = [None] * len(images)
-    rewards, _ = grpo.compute_rewards(images, rollout.prompts, targets, trainer.rewards)
-    return rollout, grpo.compute_advantages(rewards, config.group_size)
+def make_toy(Wrapper=Toy, **own):
+    """A wrapper that is done in no time, with attributes of its own."""
+    toy = Wrapper("toy", make_config())
+    vars(toy).update(own)
+    return toy
 
 def roll(wrapper):
-    """A Rollout of PROMPTS: two groups of three samples."""
-    return wrapper.sample(PROMPTS, 3, seeds=[1, 2])
+    """A Rollout: two groups of three samples, of prompts of which one is padded."""
+    return wrapper.sample(["a red fox on a wall", "yellow"], 3, seeds=[1, 2])
 
-@pytest.fixture(scope="session")
-def sampled():
-    """That of the model of random weights."""
-    return roll(make_wrapper())._replace(allowed=None)
+ADVANTAGES = torch.tensor([1.2, -0.4, -0.8, -1.2, 0.4, 0.8])  # of such a rollout
 
 def tensors_of(*modules):
     """Parameters and buffers."""
@@ -122,9 +94,6 @@ def blank(n):
     images = [Image.new("RGB", (8, 8)) for _ in range(n)]
     return images, [f"prompt {i}" for i in range(n)], [None] * n
 
-def read_json(path):
-    return json.loads(path.read_text())
-
 def read_files(folder):
     """-> {name: bytes}, without what Python keeps of a module."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
@@ -135,28 +104,18 @@ def rows_of(out):
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) | dict(seconds=0) for line in lines]
 
-def load_checkpoint(out):
-    return torch.load(out / "checkpoint.pt", weights_only=True)
-
 def assert_same_run(one, other):
     """Every file of two runs, bit for bit, but for seconds and settings without an effect."""
     runs = []
     for out in (one, other):
         files = read_files(out)
-        state = load_checkpoint(out) | dict(history=rows_of(out))
+        state = torch.load(out / "checkpoint.pt") | dict(history=None)
         files["checkpoint.pt"] = json.dumps(state, default=torch.Tensor.tolist)
         files["metrics.jsonl"] = rows_of(out)
-        files["config.json"] = read_json(out / "config.json") | dict(offload=None, prompts=None)
+        files["config.json"] = json.loads(files["config.json"]) | dict(offload=None, prompts=None)
         runs.append(files)
     assert runs[0].keys() == runs[1].keys()
     assert [name for name in runs[0] if runs[0][name] != runs[1][name]] == []
-
-def assert_files(out, *steps):
-    """All that a run leaves, with pictures of these steps."""
-    names = {"config.json", "prompts.txt", "metrics.jsonl", "checkpoint.pt"}
-    for step in steps:
-        names |= {f"adapter_{step:05d}", f"samples_{step:05d}.png"}
-    assert {path.name for path in out.iterdir()} == names
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
@@ -226,22 +185,22 @@ def test_advantages_by_hand():
         assert not grpo.compute_advantages([reward] * 6, 6).any()
 
 @algorithm
-@pytest.mark.parametrize("ratio, advantage, clip_range, surrogate, moves", [
-    (1.5, 1.0, 0.2, 1.2, False),  # better and already much likelier: clipped, no gradient
-    (1.5, -1.0, 0.2, -1.5, True),  # worse but much likelier: the full push back
-    (0.5, 1.0, 0.2, 0.5, True),  # better but much rarer: the full pull
-    (0.5, -1.0, 0.2, -0.8, False),  # worse and already much rarer: clipped, no gradient
-    (1.15, 1.0, 0.1, 1.1, False), (0.85, -1.0, 0.1, -0.9, False),
-    (1.3, 1.0, 0.4, 1.3, True), (1.3, 1.0, 0, 1.0, False)])  # 0 is a bound, too
-def test_the_clip_by_hand(ratio, advantage, clip_range, surrogate, moves):
-    """Guards the min: with max, or with the clip alone, two of the first four are wrong."""
-    new = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    advantages = torch.tensor([advantage])
-    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1, 1), advantages, clip_range)
+@pytest.mark.parametrize("advantage, clip_range, ratios, surrogates", [
+    (1.0, 0.2, [1.5, 0.5], [1.2, 0.5]),  # better: likelier by far is clipped, rarer is pulled
+    (-1.0, 0.2, [1.5, 0.5], [-1.5, -0.8]),  # worse: likelier is pushed back, rarer by far clipped
+    (1.0, 0.1, [1.15, 0.85], [1.1, 0.85]), (-1.0, 0.1, [1.15, 0.85], [-1.15, -0.9]),
+    (1.0, 0.4, [1.3], [1.3]), (1.0, 0, [1.3], [1.0])])  # 0 is a bound, too
+def test_the_clip_by_hand(advantage, clip_range, ratios, surrogates):
+    """Guards the min: with max, or with the clip alone, the first two are wrong. And a ratio is of
+    a token: that of a whole sequence (GSPO) has a loss of -.866 in the first."""
+    new = torch.tensor([ratios]).log().requires_grad_()
+    loss, metrics = grpo.compute_grpo_loss(new, 0 * new, torch.tensor([advantage]), clip_range)
     loss.backward()
-    assert new.grad.any() == moves
+    is_clipped = [ratio * advantage != value for ratio, value in zip(ratios, surrogates)]
+    assert (new.grad[0] == 0).tolist() == is_clipped
+    mean = -np.mean(surrogates)
     assert metrics == approx(dict(  # and no KL
-        loss=-surrogate, policy_loss=-surrogate, ratio_mean=ratio, clip_frac=float(not moves)))
+        loss=mean, policy_loss=mean, ratio_mean=np.mean(ratios), clip_frac=np.mean(is_clipped)))
 
 @algorithm
 def test_a_ratio_beyond_all_measure_gives_no_nan():
@@ -251,15 +210,6 @@ def test_a_ratio_beyond_all_measure_gives_no_nan():
     loss.backward()
     assert math.isfinite(sum(metrics.values()))
     assert new.grad.isfinite().all()
-
-@algorithm
-def test_the_ratio_is_of_a_token():
-    """That of a whole sequence (GSPO) has a loss of -0.866 here, and passed all other tests."""
-    new = torch.tensor([[1.5, 0.5]]).log()
-    loss, metrics = grpo.compute_grpo_loss(new, torch.zeros(1, 2), torch.ones(1))
-    assert loss.item() == approx(-(1.2 + 0.5) / 2)
-    assert metrics["ratio_mean"] == approx(1.0)
-    assert metrics["clip_frac"] == 0.5
 
 @algorithm
 @pytest.mark.parametrize("delta, kl", [
@@ -277,8 +227,6 @@ def test_k3_by_hand_and_at_the_extremes(delta, kl):
     assert metrics["kl"] == approx(kl, rel=0.02 if delta == 1e-5 else 1e-5)
     assert metrics["loss"] == loss.item() == approx(0.5 * metrics["kl"] - 1)
     assert metrics["policy_loss"] == -1  # `loss += kl` put the KL into it
-    _, free = grpo.compute_grpo_loss(new, new, torch.ones(1), 0.2, ref, kl_coef=0)
-    assert free == metrics | dict(loss=-1)
 
 @algorithm
 def test_advantages_are_one_for_each_sample():
@@ -304,33 +252,25 @@ def test_gradient_at_the_old_policy_is_reinforce():
     assert torch.allclose(ours, by_hand, atol=1e-7)
 
 # --- Rewards --------------------------------------------------------------------------------------
-def test_pictures_are_opened_upright(tmp_path):
-    """A photo was learnt lying on its side, and had a reward of -.67 for itself."""
-    photo = Image.new("RGB", (16, 8), "white")
-    photo.paste("black", (0, 0, 8, 8))
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: its left is above
-    path = tmp_path / "photo.jpg"
-    photo.save(path, exif=exif, quality=95)
-    upright = grpo.open_image(path)
-    assert upright.size == (8, 16)
-    assert upright.getpixel((4, 2)) < (9, 9, 9)
-    total, _ = grpo.compute_rewards([upright], [""], [path], {"mse": (grpo.reward_mse, 1.0)})
-    assert total.item() == 0
-
-def test_pictures_of_any_kind_have_their_colors(tmp_path):
-    """What is transparent was learnt as black."""
+def test_pictures_are_opened_as_their_owner_sees_them(tmp_path):
+    """What is transparent was learnt as black, and a photo lying on its side."""
     palette = Image.new("P", (1, 1), 1)
     palette.putpalette([255, 0, 0, 0, 0, 255])
-    for name, image, options, color in [
-            ("glass.png", Image.new("RGBA", (1, 1), (0, 0, 255, 128)), {}, (127, 127, 255)),
-            ("hidden.png", palette, dict(transparency=1), (255, 255, 255)),
-            ("palette.gif", palette, {}, (0, 0, 255)),
-            ("ink.tiff", Image.new("CMYK", (1, 1), (0, 255, 255, 0)), {}, (255, 0, 0))]:
+    photo = Image.new("RGB", (2, 1), "blue")
+    photo.putpixel((1, 0), (255, 0, 0))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: its left is above
+    for name, image, options, colors in [
+            ("glass.png", Image.new("RGBA", (1, 1), (0, 0, 255, 128)), {}, ["#7f7fff"]),
+            ("hidden.png", palette, dict(transparency=1), ["white"]),
+            ("palette.gif", palette, {}, ["blue"]),
+            ("ink.tiff", Image.new("CMYK", (1, 1), (0, 255, 255, 0)), {}, ["red"]),
+            ("turned.png", photo, dict(exif=exif), ["blue", "red"])]:
         image.save(tmp_path / name, **options)
         opened = grpo.open_image(tmp_path / name)
         assert opened.mode == "RGB"
-        assert opened.getpixel((0, 0)) == color, name
+        column = [opened.getpixel((0, y)) for y in range(opened.height)]
+        assert column == [ImageColor.getrgb(color) for color in colors], name
 
 @pytest.mark.parametrize("color, prompt, reward", [
     ("red", "A RED thing", 1), ("red", "a blue thing", 1 / 3),
@@ -351,6 +291,8 @@ def test_mse_reward_is_of_pixels():
     gray = Image.new("RGB", (8, 8), (51, 51, 51))
     rewards = grpo.reward_mse([half] * 3, [""] * 3, [half, black, gray])
     assert rewards.tolist() == approx([0, -0.5, -(0.8**2 + 0.2**2) / 2])
+    with pytest.raises(grpo.BadInput, match="every line .* needs a target"):
+        grpo.reward_mse([half] * 2, [""] * 2, [half, None])
 
 @pytest.mark.parametrize("values", [
     (True, 2.0), range(1, 3), np.array([1, 2], np.float16), [torch.tensor(1.0), np.float32(2)],
@@ -363,31 +305,20 @@ def test_rewards_take_any_sequence_of_numbers(values):
     assert total.tolist() == [-4.0, -8.0]
     assert metrics == {"reward/a": 1.5, "reward/b": 15.0, "reward": -6.0}
 
-async def coroutine(*_):
-    return [1, 2]
-
-@pytest.mark.filterwarnings("ignore:coroutine")
-@pytest.mark.parametrize("values", [
-    [], [0.5] * 3, [0.5, -math.inf], [math.nan, 1], [None, 1], None, 0.5, ["1", "2"],
-    {"a": 1, "b": 2}, [[1, 2]], torch.ones(2, 1), [10**400, 1], coroutine])
-def test_a_reward_without_a_finite_number_for_each_image_is_named(values):
-    """It trained on nonsense: a column [N, 1] plus an [N] was broadcast to [N, N]."""
-    broken = values if values is coroutine else lambda *_: values
-    rewards = {"fine": (lambda *_: [1, 2], 1.0), "broken": (broken, 0.0)}
-    with pytest.raises(grpo.BadInput, match="--reward broken: must give 2 finite numbers"):
+@pytest.mark.parametrize("values, told", [
+    ([0.5, -math.inf], "-inf for image 2, 'prompt 1'"), ([math.nan, 1], "nan for image 1, 'prompt"),
+    ([], ""), ([0.5] * 3, ""), ([None, 1], ""), (None, ""), (0.5, ""), (["1", "2"], ""),
+    ({"a": 1, "b": 2}, ""), ([[1, 2]], ""), (torch.ones(2, 1), ""), ([10**400, 1], "")])
+def test_a_reward_without_a_finite_number_for_each_image_is_named(values, told):
+    """It trained on nonsense: a column [N, 1] plus an [N] was broadcast to [N, N]. Of 128 values
+    200 letters were shown, and the NaN was not among them."""
+    rewards = {"fine": (lambda *_: [1, 2], 1.0), "broken": (lambda *_: values, 0.0)}
+    with pytest.raises(grpo.BadInput, match=f"--reward broken: .* 2 finite numbers .*gave {told}"):
         grpo.compute_rewards(*blank(2), rewards)
-
-def test_a_reward_of_nan_is_told_with_its_picture():
-    """Of 128 values 200 letters were shown, and the NaN was not among them."""
-    values = [0.5] * 128
-    values[77] = math.nan
-    images, prompts, targets = blank(128)
-    with pytest.raises(grpo.BadInput, match="must .* gave nan for image 78, 'prompt 77'"):
-        grpo.compute_rewards(images, prompts, targets, {"f": (lambda *_: values, 1.0)})
 
 def test_each_reward_gets_copies_of_its_own_and_no_graph(tmp_path):
     """One sorted its prompts: the update scored tokens under others; one drew on its targets."""
-    Image.new("RGB", (8, 8), "blue").save(tmp_path / "t.png")
+    Image.new("RGBA", (8, 8)).save(tmp_path / "t.png")  # of glass, which is opened as white
     given = blank(2)[0], ["b", "a"], [tmp_path / "t.png", None]
     seen = []
 
@@ -403,9 +334,8 @@ def test_each_reward_gets_copies_of_its_own_and_no_graph(tmp_path):
     rewards = {"x": (spoil, 1.0), "y": (spoil, 1.0)}
     for _ in range(2):  # the next step meets the same targets
         _, metrics = grpo.compute_rewards(*given, rewards)
-    assert seen == [((0, 0, 0), (0, 0, 255), "b", "a")] * 4
+    assert seen == [((0, 0, 0), (255, 255, 255), "b", "a")] * 4
     assert metrics["reward"] == 0
-    assert given[1:] == (["b", "a"], [tmp_path / "t.png", None])
 
 # --- LoRA -----------------------------------------------------------------------------------------
 def make_lora(*names):
@@ -414,18 +344,23 @@ def make_lora(*names):
     return perturb(grpo.LoRA(model, "[ab]", rank=4))
 
 def test_lora_by_hand():
-    """Twice B A x at any rank, 0 at first, and A as peft draws it."""
+    """Twice B A x at any rank, 0 at first, and A as peft draws it. With other lora_layers, those of
+    an earlier trainer stayed in the policy, and in the KL."""
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "ab": torch.nn.Linear(3, 2)})
     x = torch.randn(5, 3)
     base = model["a"](x)
     lora = grpo.LoRA(model, "a", rank=4)  # "ab" is no "a"
-    assert list(lora.weights) == [f"base_model.model.a.lora_{AB}.weight" for AB in "AB"]
     assert torch.equal(model["a"](x), base)
     A, B = lora.weights.values()
     assert not B.any()
     assert A.abs().max() <= 3 ** -0.5 < 5 * A.std()  # uniform
     perturb(lora)
-    assert torch.allclose(model["a"](x), base + 2 * (x @ A.T) @ B.T)
+    trained = base + 2 * (x @ A.T) @ B.T
+    assert torch.allclose(model["a"](x), trained)
+    grpo.LoRA(model, "ab", rank=4)
+    assert torch.equal(model["a"](x), base)
+    lora.attach()
+    assert torch.allclose(model["a"](x), trained)
     lora.enabled = False
     assert torch.equal(model["a"](x), base)
 
@@ -452,43 +387,35 @@ def test_small_updates_are_not_swallowed_in_bf16(step, width, out, bias, rows):
     assert error < 0.06
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_gradients_of_lora_are_those_of_its_formula(bias, checkpointing):
+def test_gradients_of_lora_are_those_of_its_formula(bias):
     """The product is made in place, and without activations: autograd must see through both."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(70, 90, bias), torch.nn.Linear(90, 50, bias))
     lora = perturb(grpo.LoRA(layers.double().requires_grad_(False), "[01]", rank=32))
     x = torch.randn(3, 5, 70, dtype=torch.float64, requires_grad=True)
-
-    def run(x):
-        return layers(x).sin()
-
-    checkpoint = torch.utils.checkpoint.checkpoint
-    output = checkpoint(run, x, use_reentrant=False) if checkpointing else run(x)
     weights = [x, *lora.weights.values()]
-    got = torch.autograd.grad(output.square().sum(), weights)
+    output = torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False)
+    got = torch.autograd.grad(output.sin().sum(), weights)
     hidden = x
     for linear, (A, B) in lora.pairs.items():
         hidden = F.linear(hidden, linear.weight + 2 * B.double() @ A.double(), linear.bias)
-    wanted = torch.autograd.grad(hidden.sin().square().sum(), weights)
+    wanted = torch.autograd.grad(hidden.sin().sum(), weights)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 @pytest.mark.parametrize("change", [
-    lambda lora, other: lora.load(other.weights),
-    lambda lora, other: [weight.add_(1) for weight in lora.weights.values()],
-    lambda lora, other: torch.optim.AdamW(lora.weights.values(), lr=1.0).step()])
+    lambda lora: lora.load({name: weight + 1 for name, weight in lora.weights.items()}),
+    lambda lora: [weight.add_(1) for weight in lora.weights.values()],
+    lambda lora: torch.optim.AdamW(lora.weights.values(), lr=1.0).step()])
 def test_the_sampler_draws_with_the_weights_that_there_are(change):
     """It keeps copies in bf16, as each token needs them: not those of the last step."""
     lora = make_lora("a", "b")
-    other = make_lora("a", "b")
-    torch.nn.init.ones_(list(other.weights.values())[0])
     linear = list(lora.pairs)[0].bfloat16()
     x = torch.ones(7, 3, dtype=torch.bfloat16)
     for weight in lora.weights.values():
         weight.grad = torch.ones_like(weight)
     with torch.no_grad():
         before = linear(x)
-        change(lora, other)
+        change(lora)
         after = linear(x)
     assert not torch.equal(before, after)
     assert torch.equal(after, linear(x))  # with gradients, nothing is kept
@@ -498,14 +425,15 @@ def test_saved_adapters_are_loaded_as_they_were(tmp_path):
     """`weight.data = saved` trained in bf16 what a bf16 file held, and on the CPU."""
     lora = make_lora("a", "b")
     lora.save(tmp_path, "some/model")
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1  # safetensors wrote 0600, whatever the umask
     halved = {name: weight.bfloat16() for name, weight in lora.weights.items()}
     save_file(halved, tmp_path / "adapter_model.safetensors")
     places = [weight.data_ptr() for weight in lora.weights.values()]
     lora.load_folder(tmp_path)
     assert [weight.data_ptr() for weight in lora.weights.values()] == places
-    for name, weight in lora.weights.items():
-        assert weight.dtype == torch.float32
-        assert torch.equal(weight, halved[name].float())
+    saved = {name: weight.float() for name, weight in halved.items()}
+    torch.testing.assert_close(lora.weights, saved, rtol=0, atol=0)
 
 @pytest.mark.parametrize("setting, change", [
     (dict(lora_alpha=4), torch.clone), (dict(r=8), torch.clone), (dict(use_dora=True), torch.clone),
@@ -515,7 +443,7 @@ def test_adapters_of_another_kind_are_refused(tmp_path, setting, change):
     lora = make_lora("a", "b")
     lora.save(tmp_path, "some/model")
     path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps(read_json(path) | setting))
+    path.write_text(json.dumps(json.loads(path.read_text()) | setting))
     changed = {name: change(weight).contiguous() for name, weight in lora.weights.items()}
     save_file(changed, tmp_path / "adapter_model.safetensors")
     with pytest.raises(grpo.BadInput, match="must be of this program|shape, or is not finite"):
@@ -525,37 +453,32 @@ def test_adapters_of_another_kind_are_refused(tmp_path, setting, change):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_adapters_train(dtype):
     """All else is frozen; they are fp32, as in bf16 0.02 plus a step of 5e-5 is 0.02."""
-    wrapper, lora = make_adapted(dtype, top_p=0.6)
+    wrapper = make_wrapper(dtype, top_p=0.6)
+    lora = perturb(grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank=4))
     logprobs, entropy = wrapper.compute_logprobs(roll(wrapper))
     assert entropy.isfinite().all()  # 0 * log 0 outside the nucleus
     assert not entropy.requires_grad
     logprobs.sum().backward()
     assert len(lora.weights) == 6 * 2  # A and B of q, k, v, o, gate_up, down in one layer
-    for name, weight in lora.weights.items():
-        assert weight.shape["lora_B" in name] == 4
+    for weight in lora.weights.values():
         assert weight.dtype == weight.grad.dtype == torch.float32
         assert weight.grad.isfinite().all()
         assert weight.grad.any()
     for weight in (*wrapper.ar.parameters(), *wrapper.dit.parameters()):
         assert not weight.requires_grad
 
-def test_peft_and_transformers_load_the_adapters(sampled, tmp_path):
-    """Both must give the policy that was trained, not the base; and other users may read them."""
+def test_peft_and_transformers_load_the_adapters(tmp_path):
+    """Both must give the policy that was trained, not the base, nor half of what it learned."""
     peft = pytest.importorskip("peft")
-    trained, lora = make_adapted()
-    lora.save(tmp_path, "some/model")
-    one, two = make_wrapper(), make_wrapper()
+    ours, one, two = make_wrapper(), make_wrapper(), make_wrapper()
+    rollout = roll(ours)
+    perturb(grpo.LoRA(ours.policy, ours.lora_layers, rank=4)).save(tmp_path, "some/model")
     with warnings.catch_warnings(action="ignore"):  # peft's own calls
         peft.PeftModel.from_pretrained(one.policy, tmp_path)
         two.policy.load_adapter(tmp_path)
-    with torch.no_grad():
-        ours, _ = trained.compute_logprobs(sampled)
-        assert (ours - sampled.logprobs).abs().max() > 0.01  # which the base model says
-        for wrapper in (one, two):
-            theirs, _ = wrapper.compute_logprobs(sampled)
-            assert (theirs - ours).abs().max() < 1e-5
-    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
-    assert len(modes) == 1  # safetensors wrote 0600, whatever the umask
+    trained, *others = [wrapper.compute_logprobs(rollout)[0] for wrapper in (ours, one, two)]
+    assert (trained - rollout.logprobs).abs().max() > 0.01
+    torch.testing.assert_close(others, [trained] * 2, rtol=0, atol=1e-5)
 
 # --- The trainer: which prompts, how it begins, an update -----------------------------------------
 def choose(step, gpus=1, **settings):
@@ -589,40 +512,46 @@ def test_no_two_steps_share_a_seed_nor_runs_nor_saved_pictures():
 
 def test_the_first_adapters_come_from_the_seed_alone(tmp_path):
     """A run is its command, whatever was drawn before; GPUs would begin with different ones."""
-    wrapper = make_wrapper()
+    toy = make_toy()
     drawn = []
-    for noise, seed in ((1, 5), (2, 5), (1, 6)):
-        torch.manual_seed(noise)
-        trainer = make_trainer(tmp_path / f"{noise}{seed}", wrapper=wrapper, seed=seed)
+    for seed in (5, 5, 6):
+        trainer = make_trainer(tmp_path / "run", wrapper=toy, seed=seed)
         drawn.append([weight.tolist() for weight in trainer.lora.weights.values()])
     assert drawn[0] == drawn[1] != drawn[2]
 
-@pytest.mark.parametrize("prompt", [
-    "a\tfox", "a fox\n", "a\nfox", "a\rfox", "# a fox", " a fox", "a fox ", "", "<|tiny_image|>"])
-def test_prompts_that_no_file_can_hold_or_no_model_read_are_refused(tmp_path, prompt):
-    """The run died in step 4, or went on with other prompts when it was resumed."""
-    config = make_config(out=str(tmp_path / "run"))
-    with pytest.raises(grpo.BadInput, match=re.escape(f"{prompt!r}")):
-        grpo.GRPOTrainer(config, make_wrapper(), ["a red fox", prompt])
-    assert not list(tmp_path.iterdir())
+def make_reader(change):
+    """A toy whose own load_prompts gives what `change` makes of the lines of a file."""
+    def load_prompts(path):
+        prompts = change(Path(path).read_text().splitlines())
+        return prompts, [None] * len(prompts)
 
-def test_a_target_that_is_missing_is_told_at_once(tmp_path):
-    """Of three prompts with two targets the last one was lost in prompts.txt, in silence."""
-    config = make_config(out=str(tmp_path / "run"))
-    with pytest.raises(ValueError, match="zip.* shorter"):
-        grpo.GRPOTrainer(config, make_wrapper(), ["red", "green", "blue"], targets=[None] * 2)
+    return make_toy(load_prompts=load_prompts)
+
+@pytest.mark.parametrize("given, told", [
+    # What no file can hold, or no model read: the run died in step 4, or others were resumed.
+    *[(dict(prompts=["a red fox", prompt]), re.escape(f"{prompt!r}")) for prompt in (
+        "a\tfox", "a fox\n", "a\nfox", "a\rfox", "# a fox", " a fox", "a fox ", "",
+        "<|tiny_image|>")],
+    # A wrapper must read what a run writes: 8 prompts became 4, 2, 1; or a traceback after hours.
+    (dict(wrapper=make_reader(lambda lines: [f"A photo of {line}" for line in lines])),
+     "--wrapper: its load_prompts .*A photo of a red fox"),
+    (dict(wrapper=make_reader(lambda lines: lines[::2])), "makes 2 other ones"),
+    (dict(wrapper=make_reader(lambda lines: [json.loads(line) for line in lines])), "Expecting"),
+    (dict(wrapper=make_toy(lora_layers="none")), "--wrapper: .*lora_layers match"),
+    (dict(targets=[None] * 2), "zip.* shorter"),  # the third prompt was lost, in silence
+    (dict(rewards={"bright": print}), "rewards: must be"), (dict(group_size=1), "--group_size")])
+def test_a_start_that_fails_leaves_no_folder(tmp_path, given, told):
+    """It did, and the mended cell of a notebook was refused: "must be a new folder"."""
+    with pytest.raises(ValueError, match=told):
+        make_trainer(tmp_path / "run", **given)
     assert not list(tmp_path.iterdir())
 
 def test_two_trainers_never_share_a_new_folder(tmp_path, monkeypatch):
-    """Of two with one --out one log was lost; two of one second had one name; and a start that
-    failed left a folder, which its mended cell was refused."""
-    wrapper = make_wrapper()
-    with pytest.raises(grpo.BadInput, match="rewards: must be"):
-        make_trainer(tmp_path / "new", {"bright": print}, wrapper=wrapper)
+    """Of two with one --out one log was lost; two of one second had one name."""
+    wrapper = make_toy()
     first, second = [make_trainer(tmp_path / "new", wrapper=wrapper, steps=1) for _ in range(2)]
     assert not list(tmp_path.iterdir())
     first.train()
-    first.train()  # its steps are done
     files = read_files(tmp_path)
     with pytest.raises(grpo.BadInput, match="--out.*exists"):
         second.train()
@@ -633,75 +562,29 @@ def test_two_trainers_never_share_a_new_folder(tmp_path, monkeypatch):
     assert [out.parent for out in unnamed] == [tmp_path / "runs"] * 2
     assert unnamed[0] != unnamed[1]
 
-def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path):
-    """Samples in another order were trained in mixed groups, in silence."""
-    class Bare(Toy):
-        lora_layers = "none"
+def make_altered(name, change):
+    """A toy of which the results of one method are changed."""
+    method = getattr(make_toy(), name)
+    return make_toy(**{name: lambda *args: change(method(*args))})
 
-    class Mixed(Toy):
-        def sample(self, prompts, group_size, seeds):
-            rollout = super().sample(prompts, group_size, seeds)
-            return rollout._replace(prompts=prompts * group_size)
-
-    class Few(Toy):
-        def decode(self, prompts, tokens, seeds):
-            images = super().decode(prompts, tokens, seeds)
-            return images if len(tokens) == len(prompts) else images[::2]  # one of a prompt
-
-    for wrapper, told in ((Bare, "lora_layers match"), (Mixed, "order p0 p0 p1 p1"),
-                          (Few, "an image for each")):
-        with pytest.raises(grpo.BadInput, match=f"--wrapper: .*{told}"):
-            make_trainer(tmp_path / told, wrapper=wrapper("toy", make_config())).train()
-
-class WithMissing(Toy):
-    """Its second layer is called as a function of its weights, as in nn.MultiheadAttention."""
-    lora_layers = "[15]"
-
+class Idle(Toy):
+    """It has a layer that is never called as a module, as in nn.MultiheadAttention."""
     def __init__(self, path, config):
         super().__init__(path, config)
-        self.policy.append(torch.nn.Linear(8, 8).requires_grad_(False))
+        self.policy[1].idle = torch.nn.Linear(8, 8)
 
-    def compute_all_logprobs(self, prompts):
-        logits = self.policy[:5](self.encode(prompts))
-        return F.linear(logits, self.policy[5].weight).log_softmax(2)
-
-class Only(WithMissing):
-    lora_layers = "5"
-
-@pytest.mark.parametrize("Wrapper", [WithMissing, Only])
-def test_a_layer_that_takes_no_part_is_named(tmp_path, Wrapper):
-    """It trained nothing there, in silence; or "element 0 of tensors does not require grad"."""
-    trainer = make_trainer(tmp_path / "run", wrapper=Wrapper("toy", make_config()))
-    with pytest.raises(grpo.BadInput, match="--wrapper: its lora_layers .*5.lora_A"):
+@pytest.mark.parametrize("wrapper, told", [
+    (make_altered("sample", lambda rollout: rollout._replace(prompts=rollout.prompts[::2] * 2)),
+     "in the order p0 p0 p1 p1"),
+    (make_altered("decode", lambda images: images[:7]), "an image for each"),  # of 8
+    (make_toy(Idle, lora_layers=r"[13]|1\.idle"), "lora_layers .*1.idle.lora_A"),
+    (make_toy(Idle, lora_layers=r"1\.idle"), "lora_layers .*1.idle.lora_A")])
+def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path, wrapper, told):
+    """Samples in another order were trained in mixed groups, and a layer was not trained, in
+    silence; or "element 0 of tensors does not require grad"."""
+    trainer = make_trainer(tmp_path / "run", wrapper=wrapper)
+    with pytest.raises(grpo.BadInput, match=f"--wrapper: .*{told}"):
         trainer.train()
-
-class Adds(Toy):
-    @staticmethod
-    def load_prompts(path):
-        prompts, targets = grpo.load_prompts(path)
-        return [f"A photo of {prompt}" for prompt in prompts], targets
-
-class Skips(Toy):
-    @staticmethod
-    def load_prompts(path):
-        prompts, targets = grpo.load_prompts(path)
-        return prompts[::2], targets[::2]
-
-class Lines(Toy):
-    @staticmethod
-    def load_prompts(path):
-        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-        return [row["prompt"] for row in rows], [None] * len(rows)
-
-@pytest.mark.parametrize("Wrapper, told", [
-    (Adds, "A photo of a red fox"), (Skips, "makes 2 other ones"), (Lines, "Expecting value")])
-def test_prompts_are_the_same_after_a_resume_or_refused(tmp_path, Wrapper, told):
-    """8 prompts became 4, 2, 1; or a traceback after hours: a wrapper reads what a run writes."""
-    config = make_config(out=str(tmp_path / "run"))
-    prompts = ["a red fox", "some yellow thing here", "green"]
-    with pytest.raises(grpo.BadInput, match=f"--wrapper: its load_prompts .*{told}"):
-        grpo.GRPOTrainer(config, Wrapper("toy", config), prompts)
-    assert not list(tmp_path.iterdir())
 
 @algorithm
 def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
@@ -714,9 +597,9 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     trainer.history = [None] * 3  # the prompts of step 4 are not in the order of the file
     trainer.log = trainer.save = mock.Mock()
     trainer.train_step = mock.Mock(return_value={})
-    wrapper = trainer.wrapper
-    with mock.patch.object(wrapper, "decode", wraps=wrapper.decode) as decode:
-        trainer.train()
+    decode = trainer.wrapper.decode
+    trainer.wrapper.decode = mock.Mock(wraps=decode)
+    trainer.train()
     rollout, advantages = trainer.train_step.call_args.args
     images, prompts, targets = spy.call_args.args
     chosen, seeds = grpo.choose_prompts(4, 3, trainer.config)
@@ -724,70 +607,59 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
     assert [target.getpixel((0, 0))[0] for target in targets] == np.repeat(chosen, 4).tolist()
     assert prompts == rollout.prompts == [trainer.prompts[i] for i in chosen for _ in range(4)]
     assert advantages.tolist() == approx([-1.1619, -0.3873, 0.3873, 1.1619] * 2, rel=1e-3)
-    assert decode.call_args.args[0] == prompts[::4]
-    assert decode.call_args.args[2] == seeds
-    assert images == wrapper.decode(prompts[::4], rollout.tokens, seeds)
+    trainer.wrapper.decode.assert_called_once_with(prompts[::4], rollout.tokens, seeds)
+    assert images == decode(prompts[::4], rollout.tokens, seeds)
 
-def test_gradient_does_not_depend_on_the_micro_batch(tmp_path, monkeypatch):
+def test_gradient_does_not_depend_on_the_micro_batch(tmp_path):
     """Each averaged on its own, or the last one alone, would give another gradient, or log."""
     trainer = make_trainer(tmp_path / "run", max_grad_norm=1e9, kl_coef=0.1)
     perturb(trainer.lora)
-    rollout, advantages = make_rollout(trainer)
+    rollout = roll(trainer.wrapper)
     gradients = []
     trainer.optimizer.step = lambda: gradients.append(gradient_of(trainer.lora))
-    whole = trainer.train_step(rollout, advantages)  # 4 at a time
+    whole = trainer.train_step(rollout, ADVANTAGES)  # 4 at a time
     for size in (1, 3, 8):
         trainer.config.micro_batch_size = size
-        assert trainer.train_step(rollout, advantages) == approx(whole, rel=1e-4, abs=1e-5)
-    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)  # the other GPU has the same share of it
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda gradient: gradient.mul_(2))
-    trainer.train_step(rollout, advantages)
+        assert trainer.train_step(rollout, ADVANTAGES) == approx(whole, rel=1e-4, abs=1e-5)
     assert gradients[0].abs().max() > 1e-4
     for gradient in gradients:
         assert torch.allclose(gradient, gradients[0], rtol=1e-4, atol=1e-6)
 
-def test_an_update_computes_activations_again(sampled):
+def test_an_update_computes_activations_again():
     """Or GLM-Image needs another card; but not where no gradient is wanted."""
-    wrapper, _ = make_adapted()
+    wrapper = make_wrapper()
+    grpo.LoRA(wrapper.policy, wrapper.lora_layers, rank=4)
     passes = mock.Mock(return_value=None)
     wrapper.policy.model.language_model.layers[0].mlp.register_forward_hook(passes)
-    roll(wrapper)
+    rollout = roll(wrapper)
     assert passes.call_count == 2 * 1 + 4 * 2  # once a token
-    logprobs, _ = wrapper.compute_logprobs(sampled)
+    logprobs, _ = wrapper.compute_logprobs(rollout)
     logprobs.sum().backward()
     assert passes.call_count == 10 + 2
 
-@pytest.mark.parametrize("top_p", [None, 0.6])
-def test_the_ratio_is_one_until_the_first_update(tmp_path, top_p):
-    """Old log-probs from another pass, or a pass that forgets top-p, would start off 1."""
-    trainer = make_trainer(tmp_path / "run", lr=0.01, top_p=top_p, clip_range=0.0)  # all but 1
-    advantages = torch.tensor([1.0, -1.0] * 4)
-    rollout, _ = make_rollout(trainer)
-    assert rollout.allowed.all() == (top_p is None)
-    once = trainer.train_step(rollout, advantages)
+@pytest.mark.parametrize("top_p, dtype, gap", [
+    (None, torch.float32, 1e-5), (0.6, torch.float32, 1e-5), (None, torch.bfloat16, 0.05)])
+def test_until_the_first_update_the_ratio_is_one_and_the_kl_0(tmp_path, top_p, dtype, gap):
+    """Old log-probs from another pass, or a pass that forgets top-p, would start off 1. Another
+    kernel for the reference rounds differently: in bf16 a kl of .001, and a pull."""
+    wrapper = make_wrapper(dtype, top_p=top_p)
+    trainer = make_trainer(tmp_path / "run", wrapper=wrapper, lr=5e-3, clip_range=0.0)  # all but 1
+    once = trainer.train_step(roll(wrapper), ADVANTAGES)
     assert once["ratio_mean"] == 1
     assert once["kl"] == once["clip_frac"] == 0
     trainer.config.num_iterations = 2
-    rollout, _ = make_rollout(trainer, step=2)
-    twice = trainer.train_step(rollout, advantages)
+    twice = trainer.train_step(roll(wrapper), ADVANTAGES)
     assert twice["ratio_mean"] != 1
     assert twice["clip_frac"] > 0
     assert 0 < twice["kl"] < 100
-    assert max(once["sampler_gap"], twice["sampler_gap"]) < 1e-5
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kl_begins_at_exactly_0(tmp_path, dtype):
-    """Another kernel for the reference rounds differently: in bf16 a kl of .001, and a pull."""
-    trainer = make_trainer(tmp_path / "run", wrapper=make_wrapper(dtype), kl_coef=0.1)
-    metrics = trainer.train_step(*make_rollout(trainer))
-    assert metrics["kl"] == 0
+    assert max(once["sampler_gap"], twice["sampler_gap"]) < gap
 
 @pytest.mark.parametrize("kl_coef, passes", [(0.1, 6), (0.0, 4)])
 def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, passes):
     """With the last policy as reference the run drifts away; it is computed once a rollout."""
     trainer = make_trainer(tmp_path / "run", kl_coef=kl_coef, lr=0.0, num_iterations=2)
     perturb(trainer.lora)
-    rollout, advantages = make_rollout(trainer)
+    rollout = roll(trainer.wrapper)
     compute = trainer.wrapper.compute_logprobs
     with mock.patch.object(trainer.lora, "enabled", False), torch.no_grad():
         reference, _ = compute(rollout)
@@ -795,135 +667,85 @@ def test_the_reference_is_the_policy_with_its_adapters_off(tmp_path, kl_coef, pa
     kl = (delta.exp() - delta - 1).mean().item()
     assert kl > 1e-3
     spy = trainer.wrapper.compute_logprobs = mock.Mock(side_effect=compute)
-    metrics = trainer.train_step(rollout, advantages)
+    metrics = trainer.train_step(rollout, ADVANTAGES)
     own = [call for call in spy.mock_calls if call.args[0].prompts[0]]  # a patch has empty ones
     assert len(own) == passes
     assert metrics.get("kl") == (approx(kl, rel=1e-3) if kl_coef else None)
-    advantages[:4] = 0  # a group without spread still counts for the KL
-    assert trainer.train_step(rollout, advantages).get("kl") == metrics.get("kl")
+    # A group without spread still counts for the KL.
+    assert trainer.train_step(rollout, 0 * ADVANTAGES).get("kl") == metrics.get("kl")
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_an_update_whose_gradient_is_not_finite_is_left_out(tmp_path, bad):
     """It would be in every weight and in Adam's moments for ever; the norm in the log tells."""
     one = make_trainer(tmp_path / "one", kl_coef=0.0, micro_batch_size=8)
     two = make_trainer(tmp_path / "two", kl_coef=0.0, micro_batch_size=8, num_iterations=2)
-    rollout, advantages = make_rollout(one)
-    one.train_step(rollout, advantages)
+    rollout = roll(one.wrapper)
+    one.train_step(rollout, ADVANTAGES)
     added = [bad, 0.0]  # to the gradients of the two updates
     last = list(two.lora.weights.values())[-1]
     last.register_hook(lambda gradient: gradient + added.pop(0))
-    metrics = two.train_step(rollout, advantages)
+    metrics = two.train_step(rollout, ADVANTAGES)
     assert not math.isfinite(metrics["grad_norm"])  # a mean without it would hide it
-    for name, weight in one.lora.weights.items():
-        assert torch.equal(weight, two.lora.weights[name])
+    torch.testing.assert_close(one.lora.weights, two.lora.weights, rtol=0, atol=0)
 
 @algorithm
 def test_settings_reach_the_update_and_the_log(tmp_path, monkeypatch):
     """A flag that is forgotten looks like one that does not help."""
-    rewards = {"fake": (lambda *_: range(8), 1.0)}
     trainer = make_trainer(
-        tmp_path / "run", rewards, steps=1, lr=0.003, lora_rank=2, num_iterations=3,
+        tmp_path / "run", steps=1, lr=0.003, warmup_steps=4, lora_rank=2, num_iterations=3,
         max_grad_norm=1e-3, clip_range=0.3, kl_coef=0.5)
     compute = grpo.compute_grpo_loss
-    rows, norms = [], []
+    passes, norms = [], []
 
     def compute_grpo_loss(new, old, advantages, clip_range, ref, kl_coef):
         assert (clip_range, kl_coef) == (0.3, 0.5)
-        loss, metrics = compute(new, old, advantages, clip_range, ref, kl_coef)
-        rows.append(metrics.copy())
-        return loss, metrics
+        passes.append(compute(new, old, advantages, clip_range, ref, kl_coef))
+        return passes[-1]
 
     monkeypatch.setattr(grpo, "compute_grpo_loss", compute_grpo_loss)
     trainer.optimizer.register_step_pre_hook(
         lambda *_: norms.append(gradient_of(trainer.lora).norm().item()))
     trainer.train()
-    assert len(rows) == 3 * 2  # updates x micro-batches
+    assert len(passes) == 3 * 2  # updates x micro-batches
     row = trainer.history[0]
-    for name in rows[0]:  # of all passes, not of the last
-        assert row[name] == approx(np.mean([metrics[name] for metrics in rows]))
+    for name in passes[0][1]:  # of all passes, not of the last
+        assert row[name] == approx(np.mean([metrics[name] for _, metrics in passes]))
     assert row["grad_norm"] > 1e-2  # before it is clipped
     assert norms == approx([1e-3] * 3, rel=1e-2)
     group, = trainer.optimizer.param_groups
-    assert group["lr"] == 0.003
+    assert group["lr"] == 0.003 / 4  # Adam's first updates would have full size
     assert group["weight_decay"] == 0
     for weight in trainer.lora.weights.values():
         assert min(weight.shape) == 2
         assert weight.grad is None  # no memory while the next step samples
 
 @algorithm
-def test_metrics_by_hand(tmp_path):
+def test_metrics_by_hand(tmp_path, monkeypatch, capsys):
     """A wrong spread, entropy or gap looks healthy for ever."""
-    rewards = {"a": (lambda *_: [0.3] * 4 + [1, 2, 3, 6], 2.0)}
+    rewards = {"a": (lambda *_: [0.3] * 4 + [1, 2, 3, 6], 2.0), "b": (lambda *_: [7] * 8, 0.0)}
     trainer = make_trainer(tmp_path / "run", rewards, steps=1, micro_batch_size=3)
     forward = trainer.wrapper.forward
     trainer.wrapper.forward = lambda *inputs, **cache: 0 * forward(*inputs, **cache)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7 * 2**30)
     trainer.train()
     row = trainer.history[0]
     assert row["reward_std"] == approx(2 * np.std([1, 2, 3, 6], ddof=1) / 2)
     assert row["entropy"] == approx(math.log(8))  # in nats: each of 8 codes is as likely
-    rollout, advantages = make_rollout(trainer)
+    assert row["gpu_gib_max"] == 7
+    assert re.search("reward/a 1.65 .*reward/b 7 ", capsys.readouterr().out)  # a witness, too
+    rollout = roll(trainer.wrapper)
     rollout.logprobs[5, 3] -= 0.1
-    metrics = trainer.train_step(rollout, advantages)
+    metrics = trainer.train_step(rollout, ADVANTAGES)
     assert metrics["sampler_gap"] == approx(0.1 / rollout.logprobs.numel(), rel=1e-2)
 
-def test_the_learning_rate_rises_over_the_first_steps(tmp_path):
-    """Adam's first updates have full size: they would not wait for --warmup-steps."""
-    trainer = make_trainer(tmp_path / "run", steps=13, warmup_steps=10, lr=3.0)
-    rates = []
-    trainer.optimizer.step = lambda: rates.append(trainer.optimizer.param_groups[0]["lr"])
-    trainer.train()
-    assert rates == approx([0.3 * step for step in range(1, 11)] + [3.0] * 3)
-    assert make_config().warmup_steps == 0 < grpo.Config.warmup_steps
-
-def test_metrics_are_means_over_all_gpus(tmp_path, monkeypatch):
-    """They were those of the first process alone."""
-    trainer = make_trainer(tmp_path / "run")
-    trainer.out.mkdir()
-    other = torch.tensor([3.0, math.nan, 0.5, 1.0], dtype=torch.float64)
-    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values: values.add_(other))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7 * 2**30)
-    trainer.log(1, dict(loss=1.0, grad_norm=1.0, sampler_gap=0.1))
-    row = trainer.history[0]
-    assert math.isnan(row.pop("grad_norm"))
-    assert row == dict(step=1, loss=2, sampler_gap=0.3, gpu_gib_max=4)
-
-@pytest.mark.parametrize("names, shown", [("a", []), ("ab", ["a", "b"])])
-def test_metrics_in_the_console_are_of_each_of_several_rewards(tmp_path, capsys, names, shown):
-    """A witness of weight 0 helped nobody who looked there alone; a single one came twice."""
-    trainer = make_trainer(tmp_path / "run", {name: (print, 0.0) for name in names})
-    trainer.out.mkdir()
-    trainer.log(1, {"reward/a": 3.5, "reward/b": 3.5})
-    assert re.findall(r"reward/(\w) +3.5", capsys.readouterr().out) == shown
-
 # --- The trainer: what a run leaves, and how it goes on -------------------------------------------
-def test_what_is_written_when(finished):
-    """Pictures, and the adapter that drew them, at first, every --save-every and at the end."""
-    assert_files(finished, 0, 2, 3)
-    assert [row["step"] for row in rows_of(finished)] == [1, 2, 3]
-    assert Image.open(finished / "samples_00002.png").size == (3 * 64, 128)
-    saved = load_file(finished / "adapter_00003/adapter_model.safetensors")
-    for name, weight in load_checkpoint(finished)["adapter"].items():
-        assert torch.equal(weight, saved[name])
-
-def test_rows_are_written_before_the_checkpoint_and_at_once(tmp_path, monkeypatch):
-    """After a kill between the two a row was lost; and a pipe showed nothing for hours."""
+def test_a_step_is_printed_at_once_with_its_seconds(tmp_path, monkeypatch):
+    """A pipe showed nothing for hours, and whoever waited did not know for how long."""
     trainer = make_trainer(tmp_path / "run", steps=2, save_every=1)
-    write = grpo.write_file
-    rows = []
-
-    def write_file(path, data):
-        if path.name == "checkpoint.pt":
-            log = path.with_name("metrics.jsonl")
-            rows.append(len(log.read_text().splitlines()) if log.exists() else 0)
-        write(path, data)
-
-    monkeypatch.setattr(grpo, "write_file", write_file)
     sample = trainer.wrapper.sample = mock.Mock(wraps=trainer.wrapper.sample)
     monkeypatch.setattr(grpo.time, "perf_counter", lambda: sample.call_count)
     with mock.patch("builtins.print") as printed:
         trainer.train()
-    assert rows == [0, 1, 2]
     assert [call.kwargs["flush"] for call in printed.call_args_list] == [True] * 3
     # A rollout takes a second here: that of a step, and of the pictures of the step before.
     assert [row["seconds"] for row in trainer.history] == [1, 2]
@@ -932,72 +754,42 @@ def test_rows_are_written_before_the_checkpoint_and_at_once(tmp_path, monkeypatc
 def test_files_reach_the_disk_before_they_take_their_name(tmp_path, monkeypatch):
     """After a loss of power a checkpoint could have 0 bytes; two that write one file ended in a
     bare FileNotFoundError."""
-    events = []
-    for owner, name in ((os, "fsync"), (Path, "replace")):
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, call=original, name=name: (
-            events.append((name, (tmp_path / "f.part").stat().st_size)), call(*args))[1])
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda _: sizes.append((tmp_path / "f.part").stat().st_size))
     grpo.write_file(tmp_path / "f", b"x" * 5000)
-    assert events == [("fsync", 5000), ("replace", 5000)]
+    assert sizes == [5000]
     monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=FileNotFoundError("gone")))
     with pytest.raises(grpo.BadInput, match="/f: gone"):
         grpo.write_file(tmp_path / "f", b"y")
     assert (tmp_path / "f").read_bytes() == b"x" * 5000
 
 def test_a_step_of_a_long_run_writes_a_line_and_no_more(tmp_path):
-    """Every step wrote the whole log again, and pickled each row: 28 GB in 10,000 steps."""
-    trainer = make_trainer(tmp_path / "run", steps=20_000)
+    """Every step wrote the whole log again: 28 GB in 10,000 steps. And what another process writes
+    there, or a part of a line on a full disk, ends the run."""
+    trainer = make_trainer(tmp_path / "run", steps=200)
     trainer.out.mkdir()
-    with mock.patch("builtins.print"):
-        for step in range(1, 10_001):
+    with mock.patch.object(grpo, "write_file") as write:
+        for step in range(1, 101):
             trainer.log(step, dict(reward=step / 7))
-    with mock.patch.object(grpo, "write_file") as write, mock.patch("builtins.print"):
-        trainer.log(10_001, dict(reward=0.5))
     assert not write.called
     assert rows_of(trainer.out) == [row | dict(seconds=0) for row in trainer.history]
-    sizes = []
-    for history in (trainer.history, trainer.history[:1]):
-        trainer.history = history
-        trainer.save(1)
-        sizes.append((trainer.out / "checkpoint.pt").stat().st_size)
-    assert sizes[0] - sizes[1] < 100  # the checkpoint held the log, too
-
-def test_a_first_step_that_is_made_again_is_written_once(tmp_path):
-    """After a kill between its line and its checkpoint the log had 1, 1, 2."""
-    trainer = make_trainer(tmp_path / "run", steps=2)
-    def save(step):
-        if step:
-            raise KeyboardInterrupt
-        grpo.GRPOTrainer.save(trainer, step)
-
-    trainer.save = save
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert [row["step"] for row in rows_of(trainer.out)] == [1]
-    make_trainer(tmp_path / "run", steps=2, resume=str(trainer.out)).train()
-    assert [row["step"] for row in rows_of(trainer.out)] == [1, 2]
-
-def test_a_log_in_which_another_process_writes_ends_the_run(tmp_path):
-    """The same command twice at a time: both trained, and the log had 1, 1, 2, 2. A part of a line
-    is all that a full disk takes."""
-    trainer = make_trainer(tmp_path / "run", steps=3)
-    trainer.out.mkdir()
-    trainer.log(1, dict(reward=0.5))
+    trainer.save(1)
+    history = torch.load(trainer.out / "checkpoint.pt")["history"]
+    assert bytes(history) == (trainer.out / "metrics.jsonl").read_bytes()
     with open(trainer.out / "metrics.jsonl", "a") as other:
         other.write("{}\n")
     with pytest.raises(grpo.BadInput, match="metrics.jsonl: .*another process"):
-        trainer.log(2, dict(reward=0.5))
+        trainer.log(101, dict(reward=0.5))
 
 def test_metrics_of_nan_are_written_as_valid_json(tmp_path):
     """pandas and jq refused the whole file; and a name may contain NaN."""
     trainer = make_trainer(tmp_path / "run")
     trainer.out.mkdir()
     odd = dict(loss=math.nan, grad_norm=math.inf, kl=-math.inf)
-    trainer.log(1, {"reward": 1.0, "reward/NaN_free": 0.5} | odd)
-    text = (tmp_path / "run/metrics.jsonl").read_text()
-    row = json.loads(text, parse_constant=pytest.fail)
+    trainer.log(1, odd | {"reward/NaN_free": 0.5})
+    row = json.loads((trainer.out / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert row["reward/NaN_free"] == 0.5
-    assert row["loss"] is row["grad_norm"] is row["kl"] is None
+    assert [row[name] for name in odd] == [None] * 3
 
 def test_the_first_gpu_alone_writes(tmp_path, monkeypatch, capsys):
     """Two processes that write one file tear each other's lines."""
@@ -1026,10 +818,9 @@ def test_resume_is_bit_for_bit_also_after_a_full_disk(finished, tmp_path, monkey
         trainer = make_trainer(out, num_iterations=2)
         with pytest.raises(grpo.BadInput, match=f"{name}: .*No space"):
             trainer.train()
-        assert load_checkpoint(out)["step"] == 1
+        assert bytes(torch.load(out / "checkpoint.pt")["history"]).count(b"\n") == 1
     monkeypatch.undo()
-    with open(out / "metrics.jsonl", "a") as log:
-        log.write('{"step": 2, "rew')  # torn
+    (out / "metrics.jsonl").write_text('{"step": 2, "rew')  # torn, and the first line is lost
     make_trainer(out).train()
     assert_same_run(finished, out)
 
@@ -1037,18 +828,16 @@ def test_resume_is_bit_for_bit_also_after_a_full_disk(finished, tmp_path, monkey
     ("compute_logprobs", 7),  # of the reference in step 2, with the adapters off
     ("compute_logprobs", 10),  # the second of an update, which adds to the gradients
     ("update_weights", 3),  # the first of two in step 2
-    ("log", 2), ("save_samples", 1), ("save_samples", 3), ("save", 4)])
+    ("log", 1), ("log", 2), ("save_samples", 1), ("save_samples", 3), ("save", 4)])
 def test_train_again_in_a_notebook_repeats_no_step(finished, tmp_path, method, call):
-    """After Ctrl-C a step was made on top of itself, or its row never written."""
+    """After Ctrl-C a step was made on top of itself, or its row never written, or written twice."""
     trainer = make_trainer(tmp_path / "run", num_iterations=2)
     owner = trainer.wrapper if method == "compute_logprobs" else trainer
-    original = getattr(owner, method)
-    calls = []
+    spy = mock.Mock(wraps=getattr(owner, method))
 
     def interrupt(*args):
-        result = original(*args)
-        calls.append(args)
-        if len(calls) == call:
+        result = spy(*args)
+        if spy.call_count == call:
             raise KeyboardInterrupt
         return result
 
@@ -1075,22 +864,7 @@ def test_two_trainers_of_a_model_in_a_notebook_train_as_if_alone(tmp_path):
         make_trainer(tmp_path / "alone" / name, **settings[name]).train()
         assert_same_run(tmp_path / "alone" / name, tmp_path / name)
 
-def test_the_layers_of_an_earlier_adapter_are_the_models_own_again(sampled):
-    """With other lora_layers, those of the first trainer stayed in the policy, and in the KL."""
-    wrapper = make_wrapper()
-    base = wrapper.compute_logprobs(sampled)[0]
-    first = grpo.LoRA(wrapper.policy, r".*\.[qk]_proj", 4)
-    with torch.no_grad():
-        for weight in first.weights.values():
-            weight += 0.3
-    assert not torch.allclose(base, wrapper.compute_logprobs(sampled)[0], atol=0.01)
-    second = grpo.LoRA(wrapper.policy, r".*\.[vo]_proj", 4)
-    assert torch.allclose(base, wrapper.compute_logprobs(sampled)[0], atol=1e-5)
-    first.attach()
-    assert not torch.allclose(base, wrapper.compute_logprobs(sampled)[0], atol=0.01)
-    second.attach()
-
-def test_what_a_reward_changes_for_all_does_not_matter(finished, tmp_path, monkeypatch):
+def test_what_a_reward_changes_for_all_does_not_matter(finished, tmp_path, monkeypatch, request):
     """Its file said bfloat16 for all new tensors, and no gradients: LoRA became bf16."""
     def rude(images, prompts, targets):
         torch.manual_seed(7)
@@ -1100,35 +874,29 @@ def test_what_a_reward_changes_for_all_does_not_matter(finished, tmp_path, monke
     monkeypatch.chdir(tmp_path)  # and back, in the end
     monkeypatch.setitem(grpo.REWARDS, "color", rude)
     wrapper = make_wrapper()
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.no_grad():
-            make_trainer(tmp_path / "run", wrapper=wrapper, num_iterations=2).train()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        make_trainer(tmp_path / "run", wrapper=wrapper, num_iterations=2).train()
     assert_same_run(finished, tmp_path / "run")
 
 def test_a_resumed_run_keeps_its_weights_and_takes_what_is_typed(finished, tmp_path):
     """It went back to the --adapter that it began with; an --lr that is the default was lost."""
-    first = load_checkpoint(finished)["adapter"]
+    first = torch.load(finished / "checkpoint.pt")["adapter"]
     trainer = make_trainer(tmp_path / "run", adapter=str(finished / "adapter_00003"), steps=1)
-    for name, weight in trainer.lora.weights.items():
-        assert torch.equal(weight, first[name])
     trainer.train()
     resumed = make_trainer(tmp_path / "run", lr=grpo.Config.lr, steps=2)
-    trainer.optimizer.step = resumed.optimizer.step = mock.Mock()  # it moves no weight
+    resumed.optimizer.step = mock.Mock()  # it moves no weight
     resumed.train()
     assert resumed.optimizer.param_groups[0]["lr"] == grpo.Config.lr != trainer.config.lr
+    torch.testing.assert_close(resumed.lora.weights, trainer.lora.weights, rtol=0, atol=0)
     for name, weight in resumed.lora.weights.items():
-        assert torch.equal(weight, trainer.lora.weights[name])
         assert not torch.equal(weight, first[name])
 
 # --- The machine room: halves that take turns on a GPU --------------------------------------------
-def test_offloading_changes_nothing_and_holds_one_half_at_a_time(tmp_path, monkeypatch):
+def test_offloading_changes_nothing_and_holds_one_half_at_a_time(finished, tmp_path, monkeypatch):
     """31 GiB copied back were a tenth of a step; and Ctrl-C in a move left parts of both."""
-    settings = dict(steps=1, micro_batch_size=2)
-    make_trainer(tmp_path / "off", offload="off", **settings).train()
-    trainer = make_trainer(tmp_path / "on", offload="on", **settings)
+    trainer = make_trainer(tmp_path / "run", offload="on", num_iterations=2)
     wrapper = trainer.wrapper
     # What is not on the GPU is NaN: the vision tower always, a half unless it was moved.
     values = {weight: weight.data for weight, _ in wrapper.cpu_copies}
@@ -1154,8 +922,8 @@ def test_offloading_changes_nothing_and_holds_one_half_at_a_time(tmp_path, monke
     monkeypatch.setattr(torch.nn.ModuleList, "to", to)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     trainer.train()
-    assert moves == ["empty", "ar", "empty", "dit"] * 3  # pictures, a step, update and pictures
-    assert_same_run(tmp_path / "off", tmp_path / "on")
+    assert moves == ["empty", "ar", "empty", "dit"] * 6  # three steps, and pictures three times
+    assert_same_run(finished, tmp_path / "run")
     for half in (wrapper.dit, wrapper.ar):
         interrupts.append(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -1174,7 +942,7 @@ def test_where_the_halves_wait_and_adapters_are_drawn(monkeypatch, offload, gib,
     monkeypatch.setattr(grpo, "CUDA", True)
     monkeypatch.setattr(grpo, "DEVICE", torch.device("meta"))
     torch.backends.cuda.enable_cudnn_sdp(True)
-    wrapper = WRAPPER.from_pretrained("folder", make_config(offload=offload))
+    wrapper = grpo.GLMImageWrapper.from_pretrained("folder", make_config(offload=offload))
     assert load.call_args.kwargs["dtype"] == torch.bfloat16
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # its gradients can be NaN
     halves = tensors_of(wrapper.ar, wrapper.dit)
@@ -1195,29 +963,6 @@ def test_positions_are_those_of_the_docstring():
     position_ids = grpo.build_position_ids(torch.tensor([[0, 1, 1, 1]]), [(1, 2), (2, 2)])
     assert position_ids[:, 0].tolist() == drawn
 
-@pytest.mark.parametrize("width, height", [(64, 128), (192, 64)])
-def test_prompts_and_positions_are_those_of_the_stock_pipeline(width, height):
-    """What it feeds, where `generate` puts it; the mask has ones for the codes to come."""
-    wrapper = make_shipped(width=width, height=height)
-    wrapper.policy.generate = mock.Mock(side_effect=KeyError)
-    wrapper.pipe.processor.tokenizer.padding_side = "left"  # as it is told by ours
-    with pytest.raises(KeyError):
-        wrapper.pipe.generate_prior_tokens(PROMPTS, height, width)
-    stock = wrapper.policy.generate.call_args.kwargs
-    padded = stock["attention_mask"]
-    assert (padded == 0).any()
-
-    ids, mask, position_ids = wrapper.encode(PROMPTS)
-    assert torch.equal(ids, stock["input_ids"])
-    model = wrapper.policy.model
-    prompt, _ = model.get_rope_index(ids, stock["image_grid_thw"], torch.tensor([2, 2]), padded)
-    image = model._cached_decode_position_ids.movedim(1, 0)
-    image = image[:, :, :-1]  # the last one is for the end of the image
-    assert torch.equal(mask, F.pad(padded, (0, image.shape[2]), value=1))
-    real = mask.bool().expand(3, -1, -1)
-    expected = torch.cat([prompt, image], dim=2)
-    assert torch.equal(position_ids[real], expected[real])
-
 @pytest.mark.parametrize("top_p, top_k, dtype, bound", [
     (1.0, 0, torch.float32, 1e-5), (0.6, 7, torch.float32, 1e-5), (1.0, 3, torch.float32, 1e-5),
     (1.0, 0, torch.bfloat16, 0.05)])
@@ -1225,30 +970,17 @@ def test_sampler_and_trainer_agree(top_p, top_k, dtype, bound):
     """THE test: cached steps and a teacher-forced pass agree, with padding and top-p."""
     wrapper = make_wrapper(dtype, top_p=top_p, top_k=top_k)
     rollout = roll(wrapper)
-    prompts, tokens, logprobs, allowed = rollout
-    assert tokens.shape == logprobs.shape == (6, 2 * 1 + 4 * 2)
-    assert logprobs.dtype == torch.float32
+    assert rollout.tokens.shape == rollout.logprobs.shape == (6, 2 * 1 + 4 * 2)
+    assert rollout.logprobs.dtype == torch.float32
     with torch.no_grad():
-        again, entropy = wrapper.compute_logprobs(rollout)
-        assert (again - logprobs).abs().max() < bound
-
-        # Without positions, a pass takes the image for text.
-        ids, mask, position_ids = wrapper.encode(prompts)
-        inputs = torch.cat([ids, tokens], 1)
-        logits = wrapper.policy(inputs, attention_mask=mask).logits[:, -11:-1, :8].float() / 0.9
-        naive = grpo.compute_policy_logprobs(logits, allowed).gather(2, tokens[:, :, None])
-        assert (naive[:, :, 0] - logprobs).abs().max() > bound
+        again, _ = wrapper.compute_logprobs(rollout)
+        assert (again - rollout.logprobs).abs().max() < bound
 
         # The division by the temperature is in fp32.
+        ids, mask, position_ids = wrapper.encode(rollout.prompts)
+        inputs = torch.cat([ids, rollout.tokens], 1)
         logits = wrapper.forward(inputs, mask, position_ids, 10) * 0.9
         assert torch.allclose(logits, logits.to(dtype).float(), rtol=1e-6)
-        if top_p < 1 or top_k:
-            free, whole = wrapper.compute_logprobs(rollout._replace(allowed=None))
-            assert (free - logprobs).mean() < -0.1
-            assert (entropy - whole).mean() < -0.1
-        wrapper.config.temperature = 1.0
-        wrong, _ = wrapper.compute_logprobs(rollout)
-        assert (wrong - logprobs).abs().max() > bound
 
 @pytest.mark.parametrize("top_p, top_k", [(0.6, 0), (1.0, 4)])
 def test_sampling_is_transformers_own_decoding_row_by_row(top_p, top_k):
@@ -1294,17 +1026,13 @@ def test_without_flags_sampling_is_that_of_the_stock_pipeline(settings, most):
     torch.nn.init.constant_(policy.model.language_model.norm.weight, 0.5)
     policy.generation_config.update(
         temperature=0.7, top_p=0.95, output_scores=True, return_dict_in_generate=True, **settings)
-    generate = policy.generate
-    outputs = []
-
-    def spy(**inputs):
-        outputs.append(generate(**inputs))
-        return outputs[0].sequences
-
-    with mock.patch.object(policy, "generate", spy):
-        pipe.generate_prior_tokens(["word3"], 64, 64)
-    stock = outputs[0].scores[0][:, :80].softmax(dim=1)  # of the first code
-    wrapper = WRAPPER(pipe, grpo.Config(width=64, height=64))
+    with mock.patch.object(policy, "generate", side_effect=KeyError) as generate:
+        with pytest.raises(KeyError):
+            pipe.generate_prior_tokens(["word3"], 64, 64)
+    inputs = generate.call_args.kwargs
+    stock = policy.generate(**inputs).scores[0][:, :80].softmax(dim=1)  # of the first code
+    wrapper = grpo.GLMImageWrapper(pipe, grpo.Config(width=64, height=64))
+    assert torch.equal(wrapper.encode(["word3"])[0], inputs["input_ids"])
     with mock.patch.object(grpo, "sample_codes", wraps=grpo.sample_codes) as sample_codes:
         wrapper.sample(["word3"], 1, [0])
     ours = sample_codes.call_args_list[0].args[0].exp()
@@ -1313,14 +1041,15 @@ def test_without_flags_sampling_is_that_of_the_stock_pipeline(settings, most):
     assert (ours > 0).sum() <= most
 
 @pytest.mark.parametrize("guidance, size", [(4.0, 1), (1.0, 2), (4.0, 5)])
-def test_painting_is_that_of_the_stock_pipeline(sampled, guidance, size):
+def test_painting_is_that_of_the_stock_pipeline(guidance, size):
     """One by one, but for a grey level; with a VAE that paints all at once no GPU would do."""
     prompts = ['a red fox on a wall that says "CLOSED TODAY"', 'a yellow "!"']
+    all_tokens = torch.randint(8, (6, 2 * 1 + 4 * 2))
     ours = make_wrapper(guidance=guidance, decode_steps=3, micro_batch_size=size)
     inputs, painted = mock.Mock(return_value=None), mock.Mock(return_value=None)
     ours.pipe.transformer.register_forward_pre_hook(inputs, with_kwargs=True)
     ours.pipe.vae.decoder.register_forward_pre_hook(painted)
-    images = ours.decode(prompts, sampled.tokens, seeds=[7, 8])  # two groups of three
+    images = ours.decode(prompts, all_tokens, seeds=[7, 8])  # two groups of three
     sizes = [len(call.args[2]["hidden_states"]) for call in inputs.call_args_list]
     assert max(sizes) == min(size, 3)
     assert sum(sizes) == 6 * 3 * (1 + (guidance > 1))
@@ -1328,7 +1057,7 @@ def test_painting_is_that_of_the_stock_pipeline(sampled, guidance, size):
 
     stock = make_pipe()
     stock.text_encoder.eval()
-    for i, (image, tokens) in enumerate(zip(images, sampled.tokens, strict=True)):
+    for i, (image, tokens) in enumerate(zip(images, all_tokens, strict=True)):
         noise = torch.randn(1, 16, 16, 8, generator=torch.Generator().manual_seed(~(7 + i // 3)))
         expected = stock(
             prompts[i // 3], prior_token_ids=stock._upsample_token_ids(tokens[2:], 4, 2),
@@ -1337,29 +1066,14 @@ def test_painting_is_that_of_the_stock_pipeline(sampled, guidance, size):
         difference = np.asarray(image, int) - np.asarray(expected, int)
         assert abs(difference).max() <= (size > 1)
     with pytest.raises((IndexError, ValueError)):
-        ours.decode(prompts, sampled.tokens, seeds=[7])  # pictures were dropped without a word
-
-# --- The shipped model ----------------------------------------------------------------------------
-def test_the_shipped_policy_half_knows_its_colors_and_the_painter_all():
-    """A square is right by .45, so that there is something to learn; the draft adds no noise."""
-    wrapper = make_shipped(width=128, height=128, temperature=None)
-    assert wrapper.policy.dtype == torch.float32  # on a CPU
-    names = list(grpo.COLORS)
-    others = names[1:] + names[:1]
-    prompts = [f'a "{name.upper()}" fox, not {other}, a' for name, other in zip(names, others)]
-    codes = torch.arange(8)[:, None].expand(8, 16)
-    rollout = grpo.Rollout(prompts, F.pad(codes, (256, 0)), None, None)
-    with torch.no_grad():
-        chances = wrapper.compute_logprobs(rollout)[0].exp()
-    assert chances[:, :256].min() > 0.99
-    assert (chances[:, 256:].mean(1) - 0.45).abs().max() < 0.1
-    images = wrapper.decode(prompts, rollout.tokens, range(8))
-    assert min(grpo.reward_color(images, names)) > 0.95
+        ours.decode(prompts, all_tokens, seeds=[7])  # pictures were dropped without a word
 
 def test_the_shipped_model_takes_any_prompt_and_the_smallest_size():
     """A prompt with the word "image", then a mark, ended the run; at 32 pixels no draft was."""
     prompts = ["image bos eos pad unk grid_bos cls sep mask", "[PAD] [UNK] <|image|> <image> #"]
-    wrapper = make_shipped(width=32, height=32)
+    config = make_config(width=32, height=32)
+    wrapper = grpo.GLMImageWrapper.from_pretrained(grpo.TINY_MODEL, config)
+    assert wrapper.policy.dtype == torch.float32  # on a CPU
     rollout = wrapper.sample(prompts, 1, [0, 1])
     assert rollout.tokens.shape == (2, 256 + 1)
     assert wrapper.decode(prompts, rollout.tokens, [0, 1])[0].size == (32, 32)
@@ -1376,67 +1090,55 @@ def test_a_file_of_prompts(tmp_path):
     assert prompts == ["a red fox", odd, "a red fox"]
     assert targets == [tmp_path / "t.png", None, tmp_path / "u.png"]  # they lie beside it
 
-@pytest.mark.parametrize("line", [
-    "a cat\tt.png\tu.png", "a cat\t\tt.png", "\tt.png", "a cat\tand a blue bird",
-    "a cat\tp.txt", "a cat\tcut.png", "a cat\tdeep.png"])
-def test_prompts_with_a_wrong_target_are_found_by_their_line(tmp_path, line):
-    """The path became the prompt, or was "too long"; 16 bits were learnt as white."""
+@pytest.mark.parametrize("name, text, told", [
+    *[("p.txt", f"# one\na red fox\n\n{line}\na blue fox\n", "p.txt, line 4: ") for line in (
+        "a cat\tt.png\tu.png", "a cat\t\tt.png", "\tt.png", "a cat\tand a blue bird",
+        "a cat\tp.txt", "a cat\tcut.png", "a cat\tdeep.png")],
+    ("p.csv", "prompt,target\n", "p.csv: "), ("p.jsonl", '{"prompt": "red"}', "p.jsonl: "),
+    ("p.txt", "# nothing\n", "p.txt: "), ("p.txt", "\udcff", "p.txt: ")])
+def test_prompts_that_are_none_and_wrong_targets_are_named(tmp_path, name, text, told):
+    """Rows of a table became prompts, and so did paths, or were "too long"; 16 bits were white."""
     Image.new("RGB", (64, 64), "red").save(tmp_path / "t.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "t.png").read_bytes()[:60])
     Image.fromarray(np.full((4, 4), 9999, np.uint16)).save(tmp_path / "deep.png")
-    (tmp_path / "p.txt").write_text(f"# one\na red fox\n\n{line}\na blue fox\n")
-    with pytest.raises(grpo.BadInput, match="--prompts .*p.txt, line 4"):
-        grpo.load_prompts(tmp_path / "p.txt")
-
-@pytest.mark.parametrize("name, data", [
-    ("p.csv", b"prompt,target\n"), ("p.jsonl", b'{"prompt": "red"}'), ("p.txt", b"# nothing\n"),
-    ("p.txt", b"\xff\xfea")])
-def test_files_that_are_no_prompts_are_named(tmp_path, name, data):
-    """Rows of a table and braces became prompts."""
-    (tmp_path / name).write_bytes(data)
-    for path in (tmp_path / name, tmp_path, tmp_path / "missing.txt"):
-        with pytest.raises(grpo.BadInput, match=path.name):
-            grpo.load_prompts(path)
+    (tmp_path / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(grpo.BadInput, match=told):
+        grpo.load_prompts(tmp_path / name)
 
 def test_rewards_are_loaded_with_their_weights(modules):
     """Two rewards of a file share what it loads, or its model would be loaded twice."""
     Path("lr=1").mkdir()  # its name and that of the file have marks of their own
-    Path("lr=1/C:own.py").write_text("""
-import itertools
-count = itertools.count()
-def a(images, prompts, targets): return [next(count) for _ in images]
-b = a
-""")
-    rewards = grpo.load_rewards("color=2, mse,lr=1/C:own.py:a,lr=1/C:own.py:b = 5e-1")
-    assert rewards.pop("color") == (grpo.reward_color, 2.0)
-    assert rewards.pop("mse") == (grpo.reward_mse, 1.0)
-    _, metrics = grpo.compute_rewards(*blank(2), rewards)
-    assert metrics == {"reward/a": 0.5, "reward/b": 2.5, "reward": 1.75}
-    assert grpo.load_rewards("color=0") == {"color": (grpo.reward_color, 0.0)}  # only watched
+    Path("lr=1/C:own.py").write_text("def a(*_): return 7\nb = a\n")
+    rewards = grpo.load_rewards("color=0, mse,lr=1/C:own.py:a,lr=1/C:own.py:b = 5e-1")
+    assert rewards["color"] == (grpo.reward_color, 0.0)  # only watched
+    assert rewards["mse"] == (grpo.reward_mse, 1.0)
+    assert rewards["a"] == (rewards["b"][0], 1.0)
+    assert rewards["b"][1] == 0.5
 
 @pytest.mark.parametrize("text", [
     "color=1,color=2", "a/r.py:f,b/r.py:f", "missing.py:f", "a/r:f", "a:f", "text.txt:f",
     "a/r.py:missing", "a/r.py:number", "color=much", "color=", "color=nan",
-    "x,y.py:f", "other", "", "color,"])
+    "x,y.py:f", "other", "", "color,", "ends.py:f"])
 def test_names_of_rewards_are_what_they_say_or_refused(modules, text):
-    """The second of one name took the first's place, in silence."""
-    for name in ("a/r", "b/r"):
+    """The second of one name took the first's place, in silence. A file that parses the program's
+    own flags ended it with exit code 0."""
+    function = "number = 7\ndef f(*_): return range(4)\n"
+    files = {"a/r.py": function, "b/r.py": function, "text.txt": function, "ends.py": "exit()"}
+    for name, code in files.items():
         Path(name).parent.mkdir(exist_ok=True)
-        Path(f"{name}.py").write_text("number = 7\ndef f(*_): return range(4)\ng = f\n")
-    Path("text.txt").write_text("def f(*_): return range(4)\n")
+        Path(name).write_text(code)
     with pytest.raises(grpo.BadInput, match="--reward"):
         grpo.load_rewards(text)
 
 def test_a_rewards_file_is_a_module_for_pools_and_neighbours(modules):
     """A pool could not pickle its function nor its class; a file beside it was not found."""
-    Path("neighbour.py").write_text("class Number(int): pass")
+    Path("neighbour.py").write_text("from multiprocessing import get_context\n")
     Path("pooled.py").write_text("""
-import multiprocessing
-from neighbour import Number
-class Own(Number): pass
+from neighbour import get_context
+class Own(int): pass
 def measure(prompt): return Own(len(prompt))
 def f(images, prompts, targets):
-    with multiprocessing.get_context("fork").Pool(2) as pool:
+    with get_context("fork").Pool(2) as pool:
         return pool.map(measure, prompts)
 """)
     total, _ = grpo.compute_rewards(*blank(2), grpo.load_rewards("pooled.py:f"))
@@ -1477,12 +1179,6 @@ def test_a_bug_in_a_file_of_ones_own_is_shown_with_its_place(command, code, erro
     Path("buggy.py").write_text(f"def {name}(*images, **others): pass\n")
     assert grpo.import_name(f"buggy.py:{name}")
 
-@pytest.mark.parametrize("flags", ["--reward ends.py:f", "--wrapper ends.py:F"])
-def test_a_rewards_file_or_wrapper_that_ends_the_program_is_told(refused, flags):
-    """It parsed the program's own flags, and training ended with exit code 0."""
-    Path("ends.py").write_text("import sys\nsys.exit()\n")
-    assert "ends.py" in refused(f"{flags} --out run")
-
 # --- The command line: more of it, in processes, is in .ci/test_command.py ------------------------
 def test_threads_are_told_not_to_spin_on_before_torch_is_imported(tmp_path):
     """On a busy machine the quick start took ten times as long; a user's own word stands."""
@@ -1502,7 +1198,7 @@ def test_the_command_trains_the_tiny_model_whatever_card_is_there(monkeypatch):
     with mock.patch.dict(os.environ, RANK="11", LOCAL_RANK="3"):
         names = runpy.run_path(grpo.__file__)
     config = names["parse_args"]([])
-    assert Path(config.model) == SMALL_MODEL
+    assert Path(config.model) == HERE / "examples/tiny-glm-image"
     assert (config.steps, config.lr, config.width) == (20, 2e-3, 128)
     with pytest.raises(InterruptedError):
         names["main"]([])
@@ -1518,6 +1214,9 @@ def test_a_setting_of_the_command_comes_from_the_last_place_that_has_it(modules)
         config = grpo.parse_args([*resume, "--seed=5"], **defaults)
         got = config.kl_coef, config.group_size, config.steps, config.lr, config.seed
         assert got == values
+    # The grpo.json of the tiny GLM-Image is not for a wrapper that names no model.
+    config = grpo.parse_args(["--wrapper=mine.py:Mine"])
+    assert (config.lr, config.warmup_steps) == (3.0, grpo.Config.warmup_steps)
 
 @pytest.mark.parametrize("name, value", [
     ("width", 48), ("height", 80), ("lr", math.nan), ("max_grad_norm", math.inf),
@@ -1526,49 +1225,24 @@ def test_a_setting_of_the_command_comes_from_the_last_place_that_has_it(modules)
     ("resume", "")])
 def test_settings_that_would_waste_hours_are_refused(name, value):
     """A group of one learns nothing, 48 pixels are no whole tokens, a seed may overflow."""
+    limits = dict.fromkeys("kl_coef lr clip_range guidance top_k seed".split(), 0)
+    limits |= dict(temperature=1, top_p=1, max_grad_norm=1)
+    grpo.check_settings(make_config(**limits))  # they are welcome
     with pytest.raises(grpo.BadInput, match=f"--.*{name}"):
-        grpo.check_settings(make_config(**{name: value}))
+        grpo.check_settings(make_config(**limits | {name: value}))
 
-def test_settings_may_be_at_their_limits():
-    """0 and 1 are welcome for fractions."""
-    zeros = dict.fromkeys("kl_coef lr clip_range guidance top_k seed".split(), 0)
-    grpo.check_settings(make_config(**zeros, temperature=1, top_p=1, max_grad_norm=1))
-
-def test_a_run_of_a_wrapper_of_ones_own_is_resumed_anywhere(command, tmp_path, monkeypatch):
-    """It could be trained, and nothing else: --resume looked for its model on the hub."""
-    Path("weights").mkdir()
-    Path("lines").write_text("a red fox\na blue bird\na green leaf\n")
-    Path("mine.py").write_text("""
-import os
-from examples.toy import Toy
-class Mine(Toy):
-    defaults = Toy.defaults | dict(steps=2, model="weights", batch_size=2, save_every=1)
-    @staticmethod
-    def load_prompts(path):
-        prompts = open(path or "lines").read().splitlines()
-        return prompts, [None] * len(prompts)
-def bright(images, prompts, targets):
-    print("run:", os.environ.get("RUN"))
-    return [image.resize((1, 1)).getpixel((0, 0))[0] / 255 for image in images]
-""")
-    os.environ.pop("RUN", None)
-    flags = "--wrapper mine.py:Mine --reward mine.py:bright=.5 "
-    code, printed, error = command(flags + "--out whole")
-    assert (code, error) == (0, "")
-    assert re.findall("run: (.*)", printed) == [f"{tmp_path}/whole"] * 2
-    assert "zai-org" not in printed  # a hint for who trains the tiny GLM-Image
-    assert "wandb" not in sys.modules
-    assert command(flags + "--out run --steps 1")[0] == 0
-    config = read_json(tmp_path / "run/config.json")
-    assert config["model"] == f"{tmp_path}/weights"
-    assert config["wrapper"] == f"{tmp_path}/mine.py:Mine"
-    assert config["reward"] == f"{tmp_path}/mine.py:bright=.5"
-
-    del sys.modules["mine"]  # as in another process
-    Path("elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")
-    assert command("--resume ../run --steps 2")[0] == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
+def test_a_run_keeps_where_its_files_are(modules, tmp_path):
+    """Resumed in another directory, it looked for its model on the hub. In processes, and with
+    wrappers, this is tested in .ci."""
+    for name in ("weights", "wrapper.py", "adapter", "prompts"):
+        Path(name).write_text("class Own: pass")
+    config = grpo.parse_args(
+        "--model weights --wrapper wrapper.py:Own --adapter adapter --prompts prompts --out run "
+        "--reward color,reward.py:f=.5".split())
+    kept = [config.model, config.wrapper, config.adapter, config.prompts, config.out]
+    assert kept == [f"{tmp_path}/{name}" for name in (
+        "weights", "wrapper.py:Own", "adapter", "prompts", "run")]
+    assert config.reward == f"color,{tmp_path}/reward.py:f=.5"
     assert grpo.parse_args(["--model", "zai-org/GLM-Image"]).model == "zai-org/GLM-Image"
 
 @pytest.mark.parametrize("settings", [
@@ -1586,64 +1260,23 @@ def test_settings_of_a_file_are_told_with_their_place(refused, settings):
         assert place in error and name in error, error
         assert value is None or str(value) in error
 
-def test_a_wrapper_without_a_model_is_not_the_tiny_one(command):
-    """The tiny GLM-Image's grpo.json took the place of its defaults, in silence."""
-    Path("mine.py").write_text("from examples.toy import Toy\nclass Mine(Toy):\n"
-                               "    defaults = dict(lr=0.01, width=64, steps=7)\n")
-    config = grpo.parse_args("--wrapper mine.py:Mine --height 64".split())
-    assert (config.lr, config.width, config.steps) == (0.01, 64, 7)
-    assert config.warmup_steps == grpo.Config.warmup_steps
-    flags = "--wrapper mine.py:Mine --height 64 --steps 1 --group-size 2 --batch-size 2 --out run"
-    assert "zai-org" not in command(flags)[1]
-
-@pytest.mark.parametrize("text, told", [
-    ('{"model": "toy", "wra', "config.json"), ('["steps"]', "config.json"),
-    ('{"stepz": 3}', "config.json: .*stepz"), (None, "config.json")])
-def test_a_folder_that_is_no_run_is_told_in_a_line(refused, text, told):
-    """Tracebacks; and `--resume .` began a new run there."""
-    if text:
-        Path("config.json").write_text(text)
-    assert re.search(told, refused("--resume ."))
-
-def test_a_run_that_is_done_says_what_was_done_and_asked(command, refused, tmp_path):
-    """`20 steps of GRPOTrainer`; and the folder of --out by its absolute path was another one."""
-    assert command(TOY + "--out run")[0] == 0
-    error = refused("--resume run --steps 2")
-    assert re.search("has 3 steps of GRPOTrainer, and 2 of GRPOTrainer are asked for", error)
-    assert command(TOY + f"--out run --resume {tmp_path}/run --steps 4")[0] == 0
-    assert len(rows_of(Path("run"))) == 4
-
-def test_one_command_keeps_prompts_that_were_mended_in_the_folder(command):
-    """A job that types --prompts was started again, and the mended word was lost in silence."""
-    Path("mine.txt").write_text("a grey fox\na red bird\n")
-    flags = TOY + "--prompts mine.txt --out run --resume run --save-every 9 --steps "
-    command(flags + "3")
-    mended = "a blue fox\na red bird\n"
-    Path("run/prompts.txt").write_text(mended)
-    code, printed, _ = command(flags + "4")
-    assert code == 0
-    assert f"prompts: those of {Path('run/prompts.txt').absolute()}" in printed
-    assert Path("run/prompts.txt").read_text() == mended
-
-@pytest.mark.parametrize("reward", ["nan", "1/0", "exit()"])
-def test_whatever_ends_a_run_its_last_line_says_how_to_go_on(command, reward):
-    """A NaN or a bug of the user's reward ended step 57, and no line said what to do."""
-    Path("mine.py").write_text("from math import nan\nsteps = []\ndef f(images, *_):\n"
-                               "    steps.append(1)\n    value = 1 if len(steps) < 3 else "
-                               f"{reward}\n    return [value] * len(images)\n")
-    line = f"To go on: python grpo.py --resume '{Path('run').absolute()}'"
-    flags = TOY + "--reward mine.py:f --out run"
-    if reward == "nan":
-        code, _, error = command(flags)
-        assert code == 2
-        assert error.splitlines()[-1] == line
-    elif reward == "exit()":  # with a code of 0, a scheduler took it for done
-        code, _, error = command(flags)
-        assert re.fullmatch(f"A reward .* ended the program: SystemExit.*{re.escape(line)}", code)
-    else:
-        with pytest.raises(ZeroDivisionError) as caught:  # Python prints the note last
-            command(flags)
-        assert caught.value.__notes__ == [line]
+@pytest.mark.parametrize("value, told", [
+    ("nan", "2"), ("1 / 0", "division by zero"), ("exit()", "A reward .* SystemExit.*")])
+def test_whatever_ends_a_run_its_last_line_says_how_to_go_on(modules, capsys, value, told):
+    """A NaN or a bug of the user's reward ended step 57, and no line said what to do. With an exit
+    code of 0, a scheduler took the run for done."""
+    Path("mine.py").write_text(f"""
+from math import nan
+steps = []
+def f(images, *_):
+    steps.append(1)
+    return [1 if len(steps) < 3 else {value}] * len(images)
+""")
+    with pytest.raises((SystemExit, ZeroDivisionError), match=told) as caught:
+        grpo.main((TOY + "--reward mine.py:f --out run").split())
+    notes = getattr(caught.value, "__notes__", [])  # Python prints them last
+    said = "\n".join([str(caught.value), *notes, capsys.readouterr().err])
+    assert said.strip().endswith(f"To go on: python grpo.py --resume '{Path('run').absolute()}'")
     assert len(rows_of(Path("run"))) == 2
 
 def test_a_run_without_its_settings_cannot_go_on_and_does_not_say_so(command, monkeypatch):
@@ -1656,46 +1289,32 @@ def test_a_run_without_its_settings_cannot_go_on_and_does_not_say_so(command, mo
 
 def test_help_shows_each_flag_once(command):
     """And no `(default: None)`."""
-    code, printed, _ = command("--help")
-    assert code == 0
+    _, printed, _ = command("--help")
     for name in grpo.Config.__dataclass_fields__:
         assert len(re.findall(rf"^  --{name.replace('_', '-')} ", printed, re.MULTILINE)) == 1, name
     assert "None" not in printed and "_size " not in printed
 
-def test_processes_of_other_programs_are_none_of_ours(modules, monkeypatch):
-    """WORLD_SIZE=16 of a pod: generate and evaluate refused a --batch-size that they have not."""
+def test_processes_share_a_batch_and_a_folder(refused, monkeypatch):
+    """One that was late refused the folder that the first had just made."""
     monkeypatch.setattr(grpo, "WORLD_SIZE", 16)
-    assert grpo.parse_args(["--batch-size", "6"]).batch_size == 6
-    with pytest.raises(SystemExit), mock.patch.object(torch.distributed, "init_process_group"):
-        grpo.main(["--batch-size", "6"])
-    for rank in (0, 3):  # the first process alone asks, and then makes it
-        monkeypatch.setattr(grpo, "RANK", rank)
-        Path("run").mkdir(exist_ok=True)
-        if rank:
-            grpo.parse_args(["--out", "run"])
-        else:
-            with pytest.raises(grpo.BadInput, match="--out"):
-                grpo.parse_args(["--out", "run"])
-
-def test_one_command_begins_a_run_and_goes_on_with_it(command, tmp_path):
-    """A job that was started again said "must be a new folder", or began a second run."""
-    flags = TOY + "--save-every 1 --out run"
-    for steps in (1, 3):
-        assert command(f"{flags} --resume run --steps {steps}")[0] == 0
-    Path("run").rename("twice")
-    assert command(flags)[0] == 0
-    assert_same_run(tmp_path / "run", tmp_path / "twice")
+    monkeypatch.setattr(torch.distributed, "init_process_group", mock.Mock())
+    assert "--batch_size must be a multiple of the number of GPUs, 16" in refused("--batch-size 6")
+    Path("run").mkdir()
+    monkeypatch.setattr(grpo, "RANK", 3)
+    assert grpo.parse_args(["--out", "run"]).out == str(Path("run").absolute())
 
 def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_path):
-    """A ninth one without a color stops it where it is met; the mended file was refused."""
+    """A ninth one without a color stops it where it is met; the mended file was refused, or, where
+    the job types --prompts, the mended word was lost in silence."""
     Path("data").mkdir()
     Image.new("RGB", (8, 8)).save("data/t.png")
     Path("data/p.txt").write_text("# nine\n" + "a red fox\tt.png\n" * 8 + "a grene {} '#1'\n")
-    code, _, error = command(TOY + "--prompts data/p.txt --out run --steps 6")
+    flags = TOY + f"--prompts data/p.txt --steps 6 --out run --resume {tmp_path}/run"
+    code, _, error = command(flags)
     assert code == 2
+    assert os.environ["RUN"] == f"{tmp_path}/run"  # for rewards that keep files
     assert "no color word in \"a grene {} '#1'\"" in error
-    before = rows_of(tmp_path / "run")
-    assert 0 < len(before) < 6
+    assert 0 < len(rows_of(tmp_path / "run")) < 6
 
     Path("data/p.txt").unlink()
     prompts = tmp_path / "run/prompts.txt"
@@ -1703,87 +1322,64 @@ def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_p
     assert prompts.read_text() == f"a red fox\t{target}\n" * 8 + "a grene {} '#1'\n"
     mended = "# mended\n" + prompts.read_text().replace("grene", "green")
     prompts.write_text(mended)
-    assert command("--resume run")[0] == 0
+    code, printed, _ = command(f"{flags} --model {grpo.TINY_MODEL}")
+    assert code == 0
+    assert f"prompts: those of {prompts}" in printed
+    assert "zai-org" not in printed  # a hint for who trains the tiny GLM-Image, not the toy
+    assert "wandb" not in sys.modules
     assert prompts.read_text() == mended  # comments, too
-    rows = rows_of(tmp_path / "run")
-    assert len(rows) == 6
-    assert rows[:len(before)] == before
+    assert len(rows_of(tmp_path / "run")) == 6
 
-@pytest.mark.parametrize("flags", [
-    "--steps 2", "--batch-size 4", "--lora-rank 8", "--out other", "--adapter run/adapter_00003",
-    "--reward other.py:f", "--prompts missing.txt"])
-def test_a_resume_that_is_refused_changes_nothing(command, refused, flags):
-    """--lora-rank 8 stayed in config.json: no --resume worked any more; prompts came twice."""
+@pytest.mark.parametrize("flags, told", [
+    ("--steps 2", "has 3 steps of GRPOTrainer, and 2 of GRPOTrainer are asked for"),
+    ("--lora-rank 8", "checkpoint.pt is of another model, wrapper or --lora_rank"),
+    ("--wrapper less.py:Less", "or --lora_rank: the adapter is of other layers"),
+    ("--batch-size 4", "a run keeps"), ("--out other", "a run keeps"),
+    ("--adapter run/adapter_00003", "a run keeps"), ("--prompts missing.txt", "a run keeps"),
+    ("--reward other.py:f", "there is no file")])
+def test_a_resume_that_is_refused_changes_nothing(command, refused, flags, told):
+    """--lora-rank 8 stayed in config.json: no --resume worked any more; prompts came twice; of
+    layers that a deeper model has the first were taken, in silence."""
+    Path("less.py").write_text(
+        "from examples.toy import Toy\nclass Less(Toy):\n    lora_layers = '3'\n")
     assert command(TOY + "--out run")[0] == 0
-    refused(f"--resume run {flags}")
+    assert told in refused(f"--resume run {flags}")
 
-def train_in_a_notebook(flags, rewards=None, trainer=grpo.GRPOTrainer):
-    config = grpo.parse_args((TOY + flags).split())
-    wrapper = Toy.from_pretrained("toy", config)
-    trainer(config, wrapper, ["a red fox", "a blue bird"], rewards).train()
-
-def test_a_run_of_other_layers_cannot_be_resumed(command):
-    """The first layers of a deeper model were taken in silence; of others one saw a KeyError."""
-    Path("deep.py").write_text("from examples.toy import Toy\nclass Wide(Toy):\n"
-                               "    lora_layers = '[13]'\nclass Narrow(Toy):\n"
-                               "    lora_layers = '3'\n")
-    flags = "--width 64 --height 64 --group-size 2 --batch-size 2 --micro-batch-size 4 --save-every 9"
-    assert command(f"{flags} --wrapper deep.py:Wide --steps 1 --out run")[0] == 0
-    code, _, error = command("--resume run --steps 2 --wrapper deep.py:Narrow")
-    assert code == 2
-    assert "run/checkpoint.pt is of another model, wrapper or --lora_rank" in error
-    assert error.endswith(": the adapter is of other layers\n")
-
-def test_runs_that_are_not_whole_or_of_another_trainer_cannot_be_resumed(refused):
-    """grpo.py went on with a run of sft.py, on other prompts: the KL rose to 15."""
-    other = type("OtherTrainer", (grpo.GRPOTrainer,), {})
-    train_in_a_notebook("--out other", trainer=other)
-    assert "OtherTrainer" in refused("--resume other --steps 5")
-    train_in_a_notebook("--out run")
-    log = Path("run/metrics.jsonl")
-    rows = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(rows[:1]))
-    assert "metrics.jsonl has 1 lines, and" in refused("--resume run --steps 5")
-    Path("run/checkpoint.pt").unlink()  # it began at step 1, over its own files
+def test_a_run_that_is_not_whole_cannot_be_resumed(command, refused):
+    """It began at step 1, over its own files; or a traceback."""
+    assert command(TOY + "--out run")[0] == 0
+    Path("run/checkpoint.pt").unlink()
     assert "checkpoint.pt" in refused("--resume run --steps 5")
+    for text in ('{"model": "toy", "wra', '["steps"]', '{"stepz": 3}'):
+        Path("run/config.json").write_text(text)
+        assert "config.json: " in refused("--resume run")
+    Path("run/config.json").unlink()
+    assert "must be the folder of a run" in refused("--resume run")
 
 @pytest.mark.parametrize("name", ["bright", "color"])
 def test_a_run_of_a_notebook_is_resumed_there_alone(refused, tmp_path, name):
     """The command went on with its own `color`: a reward of .996 became .257."""
     rewards = {name: (lambda images, *_: range(len(images)), 1.0)}
-    train_in_a_notebook("--out run", rewards)
+    make_trainer(tmp_path / "run", rewards, make_toy()).train()
     assert f"--reward {name}()" in refused("--resume run --steps 5")
-    train_in_a_notebook("--resume run --steps 5", rewards)
+    make_trainer(tmp_path / "run", rewards, make_toy(), steps=5).train()
     assert [row[f"reward/{name}"] for row in rows_of(tmp_path / "run")] == [3.5] * 5
 
-@pytest.fixture(scope="session", autouse=True)
-def first_command(request, tmp_path_factory):
-    """The README's command, with every default, runs beside all tests, as it takes longest."""
-    if not any("the_first_command" in item.name for item in request.session.items):
-        yield
-        return
-    folder = tmp_path_factory.mktemp("first")
-    argv = [sys.executable, HERE / "grpo.py", *"--group-size 4 --out out".split()]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(argv, cwd=folder, **pipes) as process:
-        yield process, folder / "out"
-        process.kill()
-
 @algorithm
-def test_the_first_command_learns_and_leaves_what_the_readme_says(first_command, monkeypatch):
+def test_the_first_command_learns_and_leaves_what_the_readme_says(tmp_path, monkeypatch):
     """Rewards rise by far more than luck, and all pictures but one at most get their color."""
-    process, out = first_command
-    printed, error = process.communicate(timeout=600)
-    bars = re.split(r"[\r\n]|\x1b\[A", error)  # of the libraries, while they load the model
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    argv = [sys.executable, HERE / "grpo.py", *"--group-size 4 --out out".split()]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    bars = re.split(r"[\r\n]|\x1b\[A", done.stderr)  # of the libraries, while they load the model
     # The second is bitsandbytes, where it is installed.
     known = "Loading ", "Failed to load CPU gemm_4bit"
     assert [bar for bar in bars if bar and not bar.startswith(known)] == []
-    assert process.returncode == 0
-    first, second, *lines = printed.splitlines()
-    assert re.fullmatch("model: .*/tiny-glm-image on cpu .*--model zai-org/GLM-Image.*", first)
-    assert re.fullmatch("files: .*/out, at step 0 of 20", second)
-    assert [line.split()[:2] for line in lines] == [["step", str(i)] for i in range(1, 21)]
-    assert_files(out, 0, 10, 20)
+    assert done.returncode == 0
+    assert "reward/" not in done.stdout  # of one reward alone, it is the same number
+    assert re.match(r"model: .*/tiny-glm-image on cpu .*--model zai-org/GLM-Image.*\n"
+                    "files: .*/out, at step 0 of 20\nstep 1 ", done.stdout)
     rows = rows_of(out)
     assert np.isfinite([list(row.values()) for row in rows]).all()
     rewards = [row["reward"] for row in rows]
@@ -1794,12 +1390,12 @@ def test_the_first_command_learns_and_leaves_what_the_readme_says(first_command,
     prompts, _ = grpo.load_prompts(None)
     assert sorted(grpo.reward_color(pictures, prompts))[1] > 0.85
 
-    # A step more, and a run that begins with what it has learned: untrained, they have 0.73.
-    monkeypatch.chdir(out.parent)
+    # A step more, and a run that begins with what it has learned.
     grpo.main("--resume out --steps 21".split())
-    assert_files(out, 0, 10, 20, 21)
+    names = {"config.json", "prompts.txt", "metrics.jsonl", "checkpoint.pt"}
+    for step in (0, 10, 20, 21):
+        names |= {f"adapter_{step:05d}", f"samples_{step:05d}.png"}
+    assert {path.name for path in out.iterdir()} == names
     grpo.main("--adapter out/adapter_00020 --steps 1 --out more".split())
-    for row in (rows_of(out)[20], rows_of(Path("more"))[0]):
-        assert row["reward"] > 0.82
     again = Path("more/samples_00000.png").read_bytes()
     assert again == (out / "samples_00020.png").read_bytes()

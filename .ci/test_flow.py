@@ -284,6 +284,6 @@ def test_what_is_refused(refuse, flags, message):
 def test_a_run_whose_last_step_has_no_adapter(refuse):
     """It was stopped between two of them: the older one would be taken for what it draws with."""
     make_run("AR")
-    state = dict(step=100_007, adapter={"A": torch.ones(2)})
+    state = dict(history=torch.full([100_007], ord("\n"), dtype=torch.uint8), adapter={"A": torch.ones(2)})
     torch.save(state, "run/checkpoint.pt")
     assert "its last step, 100007, has no adapter" in refuse("flow", "--model run --out refused")
