@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import grpo
-from conftest import ROOT, perturb, read_adapter
+from conftest import ROOT, have_same_weights, perturb
 from examples import sft
 from examples.make import mosaics, tiny
 
@@ -109,8 +109,7 @@ def test_a_run_keeps_its_pictures(folder, run, refuse):
     moved = folder.rename("moved")
     assert run("sft", "moved --resume half --steps 4")[0] == 0
     assert Path("half/prompts.txt").read_text() == before.replace(str(folder), str(moved.absolute()))
-    one, half = map(read_adapter, ("one", "half"))
-    assert all(torch.equal(weight, half[name]) for name, weight in one.items())
+    assert have_same_weights("one", "half")
     captions, _, _ = sft.load_pictures(moved, grpo.Config(resume="half", seed=7))  # a seed that is typed anew
     assert captions == [line.split("\t")[0] for line in before.splitlines()]
     (moved / "red.txt").write_text("a ruby")
