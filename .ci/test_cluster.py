@@ -163,14 +163,3 @@ def keep(images, prompts, targets):
     assert codes == [0, 0], logs
     run, = tmp_path.glob("**/runs/*")
     assert (run / "kept0").exists() and (run / "kept1").exists() and len(rows_of(run)) == 1
-
-def test_a_process_that_is_late_accepts_the_folder(tmp_path, nodes):
-    """It refused the folder that the first had just made, as its imports take two seconds more."""
-    (tmp_path / "slow.py").write_text(f"""
-import os, sys, time
-sys.path.append({str(ROOT)!r})
-from examples.toy import Toy
-time.sleep(2 * int(os.environ["RANK"]))
-""")
-    codes, logs = run_ranks(nodes, f"--wrapper {tmp_path}/slow.py:Toy --steps 1 --out {tmp_path}/run")
-    assert codes == [0, 0] and len(rows_of(tmp_path / "run")) == 1, logs
