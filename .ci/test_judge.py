@@ -269,9 +269,9 @@ def test_a_prompt_or_a_picture_that_is_always_refused(server, told):
     """A filter refuses it at each --resume, too. evaluate.py asks prompt by prompt: it ended, and all that was drawn was
     lost. A server from which nothing can be read any more ends a run, later."""
     server.says = lambda text, pictures: 400 if find_greens(pictures) != [9] else "8"
-    assert rewards.judge(paint(9, 0), ["a fox"] * 2) == [8, 0]
+    assert rewards.judge(paint(0, 9), ["a fox"] * 2) == [0, 8]
     assert "cannot read this answer: 'HTTP 400: " in told()[0] and "not allowed" in told()[0]
-    for i in range(judge.MANY - 1):
+    for i in range(judge.MANY):  # in a row
         assert rewards.judge(paint(10 + i), ["an owl"]) == [0]
     with pytest.raises(judge.BadInput, match=f"judge can read none of {judge.MANY + 1} answers"):
         rewards.judge(paint(99), ["an owl"])
