@@ -118,10 +118,11 @@ def test_refused(ask):
 def test_the_command(ask, tmp_path):
     """It asked about the gray pictures of the trial, asked anew after a kill, and waited for a w3m to be left."""
     w3m = "sh -c 'echo $0 >> opened; sleep 60; touch hung' %s"
-    flags = f"--out run --resume run --wrapper {ROOT}/examples/toy.py:Toy --reward {ROOT}/examples/choose.py:choose"
+    flags = f"--out run --resume run --wrapper {ROOT}/examples/toy.py:Toy --reward {ROOT}/examples/choose.py:choose "
+    flags += "--batch-size 2 --group-size 4 --steps 2"
     asked = []
     for kill in (True, False):
-        process = start(tmp_path, f"{flags} --batch-size 2 --group-size 4 --steps 2", env=dict(DISPLAY=":0", BROWSER=w3m))
+        process = start(tmp_path, flags, env=dict(DISPLAY=":0", BROWSER=w3m))
         while process.is_alive():
             time.sleep(0.01)
             with contextlib.suppress(OSError, ValueError, LookupError):  # there is no server, or it asks nothing

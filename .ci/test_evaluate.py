@@ -122,8 +122,8 @@ def test_no_seed_is_one_of_training(seed):
         assert len({*seeds}) == 500 and 8 <= min(seeds) and max(seeds) < 1_000_000 <= min(trained - {*range(8)})
 
 def test_best_of_k_is_the_mean_over_all_subsets():
-    """Of 8 samples, also with equal scores, and of what another reward gives to the best one of each: so it is unbiased,
-    where a bootstrap, with replacement, finds too little."""
+    """Of 8 samples, also of equal scores, and of what another reward gives to the best one of each. So it is unbiased; a
+    bootstrap, with replacement, finds too little."""
     rng = np.random.default_rng(0)
     for first in (rng.normal(size=8), rng.integers(0, 3, 8)):
         other = rng.normal(size=8)
@@ -144,8 +144,9 @@ def test_best_of_k_is_the_mean_over_all_subsets():
 def test_how_many_of_the_first_row_are_needed(capsys, mean, told):
     """Scores are quantiles of 0..1, of which the best of k has k / (k + 1): 3 / 4 is the best of 3, 7 / 10 that of 2.3.
     A narrow row has the better mean, and the wide one the better best of many."""
-    rows = [[dict(r=values + shift) for shift in (-0.01, 0, 0.01)] for values in (np.arange(1, 33) / 33, np.full(32, mean))]
-    tables.print_best(["step 0", "step 9"], rows, ["r"])
+    first, second = [[dict(r=values + shift) for shift in (-0.01, 0, 0.01)]
+                     for values in (np.arange(1, 33) / 33, np.full(32, mean))]
+    tables.print_best(["step 0", "step 9"], [first, second], ["r"])
     out = capsys.readouterr().out
     assert f"The mean of step 9 {told} step 0" in out and re.search(r"r, best of k( +k = \d+){5}\n", out)
     assert ("From k = 4 on, the best of step 0 is better than that of step 9, by 0.191 at 16" in out) == (mean == 0.75)
@@ -331,7 +332,7 @@ def test_two_followers_and_kills(run):
 # --- What a run is ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("adapter, home", [("alone", "."), ("a/adapter_00003", "a")])
 def test_nothing_is_written_to_an_adapter_that_will_be_uploaded(run, adapter, home):
-    """Its files go to its run or, if it lies in none, here; pictures are numbered, as the second time they were there."""
+    """Its files go to its run or, if it lies in none, here. Pictures are numbered: the second time they were there."""
     before = {*Path(home).iterdir()}
     typed = f"{adapter} --wrapper home_made.py:HomeMade"
     assert run("evaluate", f"{typed} {WORDS}")[0] == 0

@@ -103,7 +103,7 @@ def test_halves_take_turns(monkeypatch):
     ("four_bits.py:GLMImage4Bit", "--width 64 --height 64 --batch-size 2 --group-size 2"),
     ("janus.py:Janus", "--model janus --width 32 --height 32 --batch-size 2 --group-size 2 --lr .01 --lora-rank 4")])
 def test_a_run_goes_on_bit_for_bit_and_programs_know_it(name, flags, run):
-    """From another directory, by the run's folder alone: weights must be rounded alike, and guidance, in config.json, is
+    """From another directory, by the run's folder alone: weights must be rounded alike; guidance, in config.json, is
     part of Janus's policy."""
     processor = small_janus.make_processor()
     small_janus.make_policy(processor.tokenizer).save_pretrained("janus")

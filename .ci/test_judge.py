@@ -266,8 +266,8 @@ def test_a_server_that_is_silent_or_down(monkeypatch, server):
         rewards.judge(paint(0), ["a fox"])
 
 def test_a_prompt_or_a_picture_that_is_always_refused(server, told):
-    """A filter refuses it at each --resume, too. evaluate.py asks prompt by prompt: it ended, and all that was drawn was
-    lost. A server from which nothing can be read any more ends a run, later."""
+    """A filter refuses it at each --resume, too. evaluate.py asks prompt by prompt: it ended, and all that was drawn
+    was lost. A server from which nothing can be read any more ends a run, later."""
     server.says = lambda text, pictures: 400 if find_greens(pictures) != [9] else "8"
     assert rewards.judge(paint(0, 9), ["a fox"] * 2) == [0, 8]
     assert "cannot read this answer: 'HTTP 400: " in told()[0] and "not allowed" in told()[0]
