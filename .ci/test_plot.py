@@ -38,9 +38,9 @@ def test_each_sheet_is_cut_by_its_own_width(run, mine):
     images = plot.read_samples("mine")
     for step, area in ((0, 64 * 64), (2, 96 * 32)):
         assert [image.getcolors() for image in images[step]] == [[(area, color)] for color in (RED, GREEN, BLUE)]
-    assert run("plot", "mine --before-after pair.png --film film.png")[0] == 0
+    assert run("plot", "mine --before-after pair.png --film film.png")[::2] == (0, "")
     film, pair = Image.open("film.png"), Image.open("pair.png")
-    assert film.size == (800, 600) and film.getpixel((700, 430)) == BLUE
+    assert film.size == (800, 600) and [film.getpixel((700, y)) for y in (430, 560)] == [BLUE, (211, 211, 211)]
     assert [pair.getpixel((275, y)) for y in (250, 440, 550, 617, 680)] == [RED, WHITE, WHITE, RED, WHITE]
 
 @pytest.mark.parametrize("size, is_cut", [((64, 64), False), ((96, 32), True)])
@@ -163,8 +163,9 @@ def test_one_run_of_the_service_for_a_folder(tmp_path, send, service, known_by):
         log.open("a").write(json.dumps(rows[2])[:-5])  # it was resumed, and is amid a row
         later = [lambda: write_rows(folder, rows), lambda: os.utime(log, (0, 0))]  # no more pictures
         assert send(folder, *later)["step"] == send(folder)["step"] == 4
-    told = [(call.kwargs["step"], call.args[1].get("reward"), "samples" in call.args[1]) for call in sent.mock_calls]
-    assert told == [(0, None, True), (1, 0.25, False), (2, 0.5, True), (3, 0.75, False), (4, 1.0, False)]
+    told = [(call.kwargs["step"], call.args[1].get("reward"), [*call.args[1]]) for call in sent.mock_calls]
+    assert told == [(0, None, ["samples"]), (1, 0.25, ["reward"]), (2, 0.5, ["reward", "samples"]), (3, 0.75, ["reward"]),
+                    (4, 1.0, ["reward"])]
     assert len({getattr(call.args[0], known_by) for call in sent.mock_calls}) == 1
 
 @pytest.fixture

@@ -96,6 +96,8 @@ def folder(tmp_path, run):
     for name in NAMES[:5]:
         draw(name, name).save(folder / f"{name}.png")
         (folder / f"{name}.txt").write_text(f"a {name} thing")
+    (tmp_path / "alone").mkdir()
+    draw("red").save(tmp_path / "alone/red.png")
     return folder
 
 def test_a_run_keeps_its_pictures(folder, run, refuse):
@@ -128,7 +130,7 @@ def test_no_run_of_another_trainer(folder, refuse, run):
 
 @pytest.mark.parametrize("name, text, typed, told", [
     ("red.txt", "a fox", "--out x", "type the folder of pictures"), ("red.txt", "a fox", "gone", "gone: [Errno 2]"),
-    ("red.txt", "a fox", f"{ROOT}/.github", "needs two pictures or more"), ("red.png", "cut", "pictures", "red.png: "),
+    ("red.txt", "a fox", "alone", "needs two pictures or more"), ("red.png", "cut", "pictures", "red.png: "),
     ("red.txt", "a fox", f"pictures --wrapper {ROOT}/examples/toy.py:Toy", "sft.py trains GLM-Image only"),
     ("a.txt", "a fox", "pictures", "a.txt: there is no picture beside it"),
     ("a.png", "", "pictures", "and a.txt is missing"), ("red.txt", "\n", "pictures", "and red.txt is empty"),
@@ -143,7 +145,9 @@ def test_what_is_not_read_is_named(folder, run):
     for name in ("d.heic", "e.heic", "f.gif", "._red.png", "README", "red.txt"):
         (folder / name).write_bytes(b"")
     (folder / "more").mkdir()
-    assert "pictures: not read: .gif, .heic, README, the folder more\n" in run("sft", "pictures")[2]
+    error = run("sft", "pictures")[2]
+    assert "pictures: not read: .gif, .heic, README, the folder more\n" in error
+    assert error.endswith("and red.txt is empty\n")  # what begins with a dot is the system's own
 
 def test_whatever_is_called_examples(tmp_path):
     """Without __init__.py, an installed package of this name is imported in the place of the folder (pyro2#140)."""
