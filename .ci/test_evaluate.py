@@ -5,6 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest, torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 import grpo
@@ -151,6 +152,14 @@ def test_how_many_of_the_first_row_are_needed(capsys, mean, told):
     assert f"The mean of step 9 {told} step 0" in out and re.search(r"r, best of k( +k = \d+){5}\n", out)
     assert ("From k = 4 on, the best of step 0 is better than that of step 9, by 0.191 at 16" in out) == (mean == 0.75)
     assert ("For any k, the best of step 0" in out) == (mean == 0.4)
+
+def test_curves_end_where_the_tables_do():
+    """At half of the samples: beyond, the estimate is poor."""
+    with mock.patch.object(Figure, "savefig", autospec=True) as save:
+        tables.draw_best("best.png", ["step 0"], [[dict(r=np.arange(1, 33) / 33)] * 3], ["r"])
+    line, = save.call_args.args[0].axes[0].lines
+    assert [*line.get_xdata()] == [*range(1, 17)]
+    assert line.get_ydata() == pytest.approx([k / (k + 1) for k in range(1, 17)])
 
 def test_rewards_that_disagree(capsys):
     """Of three pairs of images of the first prompt the two agree on one; on the second prompt's on all. A reward of

@@ -110,6 +110,16 @@ def test_steps_are_whole(draw, mine, steps):
     ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
     assert ticks and all([tick == round(tick) for tick in ticks])
 
+def test_the_legend_names_all_runs(draw, tmp_path):
+    """matplotlib leaves out names that begin with an underscore, and those for which it has no room."""
+    names = ["_first", *[f"{'long_' * 12}{i}" for i in range(10)]]
+    for name in names:
+        make_run(tmp_path / name)
+    figure = draw(" ".join(names))
+    legend, axes = figure.legends[0].get_window_extent(), figure.axes[0].get_window_extent()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == names
+    assert 0 < legend.x0 < legend.x1 < figure.bbox.x1 and 0 < legend.y0 < legend.y1 < axes.y0 < axes.y1 - 100
+
 def test_what_is_damaged_is_told(run, mine):
     """NaN was left out of means, and a last row without its end; half a picture ended all; no broken line was named."""
     sheet, log = map(mine.joinpath, ("samples_00002.png", "metrics.jsonl"))
