@@ -327,6 +327,7 @@ def test_two_followers_and_kills(run):
     for most in (5, 20):
         pair = start_two()
         while not (file.exists() and file.read_text().count("\n") >= most):
+            assert any([process.is_alive() for process in pair])
             time.sleep(0.01)
         [process.kill() for process in pair]
         [process.join() for process in pair]
