@@ -394,13 +394,14 @@ def test_gradients_of_lora_are_those_of_its_formula(bias):
     lora = perturb(grpo.LoRA(layers.double().requires_grad_(False), "[01]", rank=32))
     x = torch.randn(3, 5, 70, dtype=torch.float64, requires_grad=True)
     weights = [x, *lora.weights.values()]
-    output = torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False)
-    got = torch.autograd.grad(output.sin().sum(), weights)
     hidden = x
     for linear, (A, B) in lora.pairs.items():
         hidden = F.linear(hidden, linear.weight + 2 * B.double() @ A.double(), linear.bias)
     wanted = torch.autograd.grad(hidden.sin().sum(), weights)
-    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    again = torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False)
+    for output in (layers(x), again):
+        got = torch.autograd.grad(output.sin().sum(), weights)
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 @pytest.mark.parametrize("change", [
     lambda lora: lora.load({name: weight + 1 for name, weight in lora.weights.items()}),
@@ -1246,8 +1247,7 @@ def test_a_run_keeps_where_its_files_are(modules, tmp_path):
     assert grpo.parse_args(["--model", "zai-org/GLM-Image"]).model == "zai-org/GLM-Image"
 
 @pytest.mark.parametrize("settings", [
-    dict(stepz=3), dict(steps=2.5), dict(steps=None), dict(offload="never"), dict(lr=[1e-3]),
-    dict(width="wide")])
+    dict(stepz=3), dict(steps=2.5), dict(steps=None), dict(offload="never"), dict(lr=[1e-3])])
 def test_settings_of_a_file_are_told_with_their_place(refused, settings):
     """They blamed a grpo.json that was not there, or a traceback came after a folder was made."""
     (name, value), = settings.items()
@@ -1326,7 +1326,6 @@ def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_p
     assert code == 0
     assert f"prompts: those of {prompts}" in printed
     assert "zai-org" not in printed  # a hint for who trains the tiny GLM-Image, not the toy
-    assert "wandb" not in sys.modules
     assert prompts.read_text() == mended  # comments, too
     assert len(rows_of(tmp_path / "run")) == 6
 

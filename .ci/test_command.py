@@ -120,6 +120,14 @@ def test_bad_input_gets_one_line_and_exit_code_2(typed, refuse, monkeypatch):
     flag, *value = typed.split()
     assert flag[2:] in error.replace("_", "-") or value[0] in error, error
 
+def test_what_others_files_do_is_told(run):
+    """A wrapper that exits ended with code 0 and no word; of the others one saw a traceback of grpo.py alone."""
+    Path("mine.py").write_text("class Exits:\n    def from_pretrained(*_): exit()\nclass Odd:\n    defaults = [3]\n")
+    assert "grpo.py: error: mine.py:Odd, `defaults`: " in run("grpo", "--wrapper mine.py:Odd")[2]
+    assert "the wrapper ended the program: SystemExit" in run("grpo", "--wrapper mine.py:Exits")[0]
+    with pytest.raises(grpo.BadInput, match="gone.png: "):  # it was there when the run began
+        grpo.compute_rewards([], ["red"], ["gone.png"], dict(mse=(grpo.reward_mse, 1)))
+
 def test_ctrl_c_says_how_to_go_on(run):
     """Without a traceback, and the command that it prints goes on. The first process alone speaks."""
     with mock.patch.object(grpo.GRPOTrainer, "log", side_effect=KeyboardInterrupt):
