@@ -132,3 +132,22 @@ def test_without_bitsandbytes(name, refuse, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert "pip install bitsandbytes" in refuse("grpo", f"--wrapper {FILE}:{name} --model no/such --width 384 "
                                                         "--height 384 --out run")
+
+@pytest.mark.parametrize("b", [1e-5, 5e-5])
+def test_small_updates_are_not_swallowed_in_bf16(b):
+    """The layers of bitsandbytes round the product before LoRA adds its part, and lose most of it: 4,096 wide, the slope
+    against the change in fp32 is near 0 for the first update."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4096, 512, bias=False)).to(torch.bfloat16)
+    four_bits.import_bitsandbytes()
+    four_bits.quantize(model, "0")
+    lora = grpo.LoRA(model, "0", 32)
+    A, B = lora.weights.values()
+    rows = 4 * torch.randn(64, 4096).bfloat16()
+    with torch.no_grad():
+        B.copy_(b * torch.randn_like(B).sign())
+        change = model(rows).float()
+        lora.enabled = False
+        change -= model(rows).float()
+        true = 2 * (rows.float() @ A.T @ B.T)
+    assert (change * true).sum() / true.square().sum() == pytest.approx(1, abs=0.1)

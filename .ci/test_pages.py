@@ -241,7 +241,7 @@ def test_dynamic_sampling_replaces_equal_groups(apply, tmp_path):
 
 @pytest.mark.parametrize("size", [2, 5, 12])
 def test_max_at_k_is_its_definition(apply, size):
-    """A sum over all subsets, also where rewards are equal: the papers prove its gradient from that."""
+    """A sum over all subsets, also where rewards are equal."""
     k = max(2, size // 2)
     rewards = torch.randint(0, 9, (3, size), generator=torch.Generator().manual_seed(0)).double()
     by_hand = torch.zeros(3, size)
@@ -252,6 +252,22 @@ def test_max_at_k_is_its_definition(apply, size):
                 by_hand[row, i] += max(group[i], *others) - max(others)
     advantages = load(apply("max_at_k")).compute_advantages(rewards.flatten(), size)
     torch.testing.assert_close(advantages.view(3, size), by_hand / math.comb(size, k))
+
+def test_max_at_k_has_the_gradient_of_the_best_of_k(apply):
+    """Its mean over all draws of 5 from 3 pictures is the gradient of the expected best of 2, and GRPO's is not."""
+    rewards = torch.tensor([0.3, 1.0, 0.1], dtype=torch.float64)
+    logits = torch.tensor([0.5, -1.0, 0.2], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    pairs = torch.cartesian_prod(*[torch.arange(3)] * 2)
+    best = (logprobs[pairs].sum(1).exp() * rewards[pairs].amax(1)).sum()
+    wanted, = torch.autograd.grad(best, logits, retain_graph=True)
+    draws = torch.cartesian_prod(*[torch.arange(3)] * 5)
+    chances = logprobs[draws].sum(1).exp().detach()
+    for module, agrees in ((load(apply("max_at_k")), True), (grpo, False)):
+        advantages = module.compute_advantages(rewards[draws].flatten(), 5).view(draws.shape)
+        surrogate = (chances * (advantages * logprobs[draws]).sum(1)).sum()
+        gradient, = torch.autograd.grad(surrogate, logits, retain_graph=True)
+        assert torch.allclose(gradient, wanted, atol=1e-6) == agrees
 
 def weigh_by_hand(logprobs, negative_logprobs):
     """The definition of GCPO's weights, token by token."""
