@@ -20,8 +20,8 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import collections, dataclasses, datetime, functools, importlib.util, io, json, math, os, re, sys
-import tempfile, time, traceback, typing
+import collections, contextlib, dataclasses, datetime, functools, importlib.util, io, json, math, os
+import re, sys, tempfile, time, traceback, typing
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # threads that spin on stall on a busy CPU
 from pathlib import Path
 import diffusers, safetensors.torch, torch, transformers
@@ -93,7 +93,7 @@ def compute_policy_logprobs(logits, allowed=None):
     logits [.., V], fp32; allowed [.., V], bool: the codes that top-k and top-p left, or None
     -> log-probs [.., V]. The trap: a trainer that normalizes over other codes than the sampler,
     such as those that its new weights allow, has the log-probs of another policy. So the sampler
-    keeps its codes (2512.02556). The reference needs them too, or the KL counts what was cut."""
+    keeps its codes (2512.02556). The KL's reference needs them too, or it counts what was cut."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed.to(logits.device), -math.inf)
     return logits.log_softmax(dim=-1)
@@ -196,8 +196,8 @@ def compute_rewards(images, prompts, targets, rewards):
     total = torch.zeros(len(images), dtype=torch.float64)
     metrics = {}
     for name, (function, weight) in rewards.items():
-        values = function([image.copy() for image in images], list(prompts),
-                          [target and attempt(target, open_image, target) for target in targets])
+        pictures = [target and attempt("--prompts", open_image, target) for target in targets]
+        values = function([image.copy() for image in images], list(prompts), pictures)
         wrong = f"--reward {name}: must give {len(images)} finite numbers and gave"
         scores = attempt(f"{wrong} {values!r:.200}", torch.as_tensor, values, dtype=torch.float64,
                          device="cpu")
@@ -244,8 +244,8 @@ class LoRA:
     def forward(self, linear, inputs):
         """In the place of the layer's own. The trap: if 2 B A x is added to a W x that is rounded
         to bf16 already, what is below half a unit in its last place vanishes: most of a first
-        update. So the small 2 B A x comes first. `addmm_` adds W x to it in fp32, and rounds once,
-        which is right on average."""
+        update. So the small 2 B A x comes first. `addmm_` adds W x to it in fp32, and then rounds,
+        which is right on average, as it is for a bias."""
         rows = inputs.flatten(0, -2)
         if self.enabled:
             A, B = self.cast(linear, rows.dtype)
@@ -317,11 +317,12 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #       with a gradient, and entropies, without; both [B, T] and on DEVICE. It may return a third
 #       tensor, the exact KL to the base model, in the place of k3. With --kl-coef it is called
 #       first without gradients and adapters, for the reference.
-# Each of these layers must be called as a module, and take part in `compute_logprobs`; its weights
-# and inputs have one dtype. Dropout must be off. `sample` and `decode` turn gradients off. Each
-# trainer assigns its own `config`. Optional are `defaults`, {flag: value}; if they name no `model`,
-# `path` means nothing unless --model is typed. And a static method `load_prompts(path)`, in the
-# place of the function below, which must also read what `format_prompts` writes.
+# Each layer of `lora_layers` must be called as a module, and take part in `compute_logprobs`; its
+# weights and inputs have one dtype. Dropout must be off. `sample` and `decode` turn gradients off.
+# A trainer sets `wrapper.config` to its own. Optional are `defaults`, {flag: value}; if they name
+# no `model`, `path` means nothing unless --model is typed. And a static method
+# `load_prompts(path)`, in the place of the function far below, which must also read what
+# `format_prompts` writes.
 
 # --- The trainer --------------------------------------------------------------
 def choose_prompts(step, num_prompts, config):
@@ -368,7 +369,7 @@ class GRPOTrainer:
             config.reward = attempt("rewards: must be {name: (function, weight)}", lambda: ",".join(
                 f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
         self.history = []  # one row a step
-        self.log_text = ""  # the same as lines of JSON: a long list of rows takes a second to save
+        self.log_size = 0  # of metrics.jsonl, which has them as lines
         new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
         if WORLD_SIZE > 1:
             torch.distributed.broadcast_object_list(new)  # the first process names the folder
@@ -400,8 +401,8 @@ class GRPOTrainer:
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             text = format_prompts(self.prompts, self.targets)
             path = self.out / "prompts.txt"
-            old = path.read_text("utf-8", "replace") if path.exists() else ""
-            if re.sub(r"(?m)^\s*(#.*)?\n", "", old) != text:  # else its comments stay
+            read = getattr(self.wrapper, "load_prompts", load_prompts)
+            if not path.exists() or format_prompts(*read(path)) != text:  # else its comments stay
                 write_file(path, text.encode())
             settings = vars(config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
@@ -411,7 +412,9 @@ class GRPOTrainer:
                   f"files: {self.out}, at step {len(self.history)} of {config.steps}", flush=True)
             if not self.history:
                 self.save(0)  # pictures before training
-            write_file(self.out / "metrics.jsonl", self.log_text.encode())
+            text = "".join([to_line(row) for row in self.history if len(row) > 1])
+            write_file(self.out / "metrics.jsonl", text.encode())
+            self.log_size = len(text)
 
     def check_disk(self):
         """Machines that see another folder, step or task would train another model, in silence."""
@@ -433,15 +436,20 @@ class GRPOTrainer:
 
     def load(self, path):
         state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
-        self.log_text = state["history"].numpy().tobytes().decode()
-        self.history = [json.loads(line) for line in self.log_text.splitlines()]
-        done = len(self.history)
+        done = attempt(f"{path}: is of another version of grpo.py", state.__getitem__, "step")
         if state["trainer"] != type(self).__name__ or done > self.config.steps:
             raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
                            f"{self.config.steps} of {type(self).__name__} are asked for")
         wrong = f"--resume: {path} is of another model, wrapper or --lora_rank"
         attempt(wrong, self.lora.load, state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
+        # The log may be damaged, or go on: a step whose checkpoint was not written is made again.
+        self.history = [dict(step=step) for step in range(1, done + 1)]
+        log = self.out / "metrics.jsonl"
+        for line in attempt(log, log.read_bytes).splitlines() if log.exists() else []:
+            with contextlib.suppress(LookupError, TypeError, ValueError):
+                row = json.loads(line)
+                self.history[row["step"] - 1] = row
 
     def train(self):
         config = self.config
@@ -459,7 +467,7 @@ class GRPOTrainer:
             # 2. Decode.
             images = self.wrapper.decode(prompts, rollout.tokens, seeds)
             repeated = np.repeat(prompts, config.group_size).tolist()
-            if rollout.prompts != repeated or len(images) != len(repeated):
+            if [*rollout.prompts] != repeated or len(images) != len(repeated):
                 raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1, and its "
                                "decode must give an image for each")
             # 3. Score.
@@ -476,7 +484,7 @@ class GRPOTrainer:
             if RANK == 0:
                 self.save(step)
 
-    @torch.enable_grad()  # a reward's file may have turned them off
+    @torch.enable_grad()  # a reward's file may have turned gradients off
     def train_step(self, rollout, advantages):
         """Step 5: the updates from one rollout; advantages [N] -> {metric: float}. Micro-batches
         only save memory: each counts by its share of the samples, so the gradient is the same."""
@@ -498,7 +506,7 @@ class GRPOTrainer:
             for i, A in enumerate(advantages.split(size)):
                 new_logprobs, entropy, *kl = self.wrapper.compute_logprobs(parts[i])  # [B, T]
                 # The trap of bf16: the sampler rounds differently, so with its log-probs the ratio
-                # would not begin at 1. Those of the first pass here are kept for later ones.
+                # would not begin at 1. So the old log-probs are those of the first pass here.
                 old = old_logprobs.setdefault(i, new_logprobs.detach())
                 loss, metrics = compute_grpo_loss(
                     new_logprobs, old, A, config.clip_range, ref_logprobs[i], config.kl_coef, *kl)
@@ -506,7 +514,7 @@ class GRPOTrainer:
                 # How far the sampler and the trainer disagree: by rounding only, if all is well.
                 metrics["sampler_gap"] = (parts[i].logprobs.to(DEVICE) - old).abs().mean().item()
                 share = len(A) / len(advantages)
-                if loss.requires_grad:
+                if loss.requires_grad:  # else `update_weights` names the layer
                     (loss * share / WORLD_SIZE).backward()
                 totals.update({name: share * value for name, value in metrics.items()})
             totals["grad_norm"] += self.update_weights()
@@ -537,8 +545,8 @@ class GRPOTrainer:
         self.history.append(row)
         names = "step reward reward_std loss kl entropy grad_norm sampler_gap seconds".split()
         names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
-        line = re.sub(": (NaN|-?Infinity)", ": null", json.dumps(row)) + "\n"  # JSON has no NaN
-        self.log_text += line
+        line = to_line(row)
+        self.log_size += len(line)
         if RANK == 0:
             left = round((self.config.steps - step) * row.get("seconds", 0))
             print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row],
@@ -546,7 +554,7 @@ class GRPOTrainer:
             path = self.out / "metrics.jsonl"
             with attempt(path, path.open, "ab", buffering=0) as file:
                 attempt(path, file.write, line.encode())
-                if file.tell() != len(self.log_text):
+                if file.tell() != self.log_size:
                     raise BadInput(f"{path}: the disk is full, or another process trains here, too")
 
     def save(self, step):
@@ -554,9 +562,7 @@ class GRPOTrainer:
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
         file = io.BytesIO()
-        # A tensor is written six times as fast as a text.
-        history = torch.from_numpy(np.frombuffer(bytearray(self.log_text.encode()), np.uint8))
-        torch.save(dict(trainer=type(self).__name__, history=history,
+        torch.save(dict(trainer=type(self).__name__, step=len(self.history),
                         adapter=self.lora.weights, optimizer=self.optimizer.state_dict()), file)
         write_file(self.out / "checkpoint.pt", file.getbuffer())
 
@@ -570,8 +576,12 @@ class GRPOTrainer:
         attempt(self.out, sheet.save, self.out / f"samples_{step:05d}.png")
         self.lora.save(self.out / f"adapter_{step:05d}", self.config.model)
 
+def to_line(row):
+    """A line of metrics.jsonl. JSON has no NaN."""
+    return re.sub(": (NaN|-?Infinity)", ": null", json.dumps(row)) + "\n"
+
 def write_file(path, data):
-    """Writes another file, to the disk itself, and renames it: the old or the new one is whole."""
+    """Writes another file, waits for the disk, and renames it: the old or the new one is whole."""
     partial = path.with_name(f"{path.name}.part")
     attempt(path, partial.write_bytes, data)
     with attempt(path, partial.open, "r+b") as file:
@@ -589,7 +599,7 @@ class TwoHalves:
         self.ar = nn.ModuleList([policy.model.language_model, policy.lm_head]).train()
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae]).eval()
         both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False)
-        # Activations are computed again in the backward pass, of layers in training mode only.
+        # Activations are computed again in the backward pass. `.train()` is for that.
         policy.activation_checkpointing_enable()
         for name, norm in self.ar.named_modules():  # one kernel in the place of eight
             if hasattr(norm, "variance_epsilon"):
@@ -775,7 +785,7 @@ def import_name(text, flag="--wrapper"):
     path, _, name = text.rpartition(":")
     path = Path(path).resolve()
     if path.suffix != ".py" or not path.is_file():
-        raise BadInput(f"{flag} {text}: must be file.py:name, and there is no file {path}")
+        raise BadInput(f"{flag} {text}: must be file.py:name, of a file that is there")
     files = {getattr(module, "__file__", None): module for module in [*sys.modules.values()]}
     module = files.get(str(path))
     if not module:
@@ -832,7 +842,7 @@ def parse_args(argv=None, **defaults):
     parser.set_defaults(**defaults)
     typed = parser.parse_args(argv)
     path = Path(typed.resume or "", "config.json")
-    read = lambda: json.loads(path.read_bytes())
+    read = lambda: json.loads(path.read_bytes())  # which may be another path, below
     # A job can repeat this: it begins or goes on.
     same = typed.out and Path(typed.out).resolve() == path.parent.resolve()
     goes_on = typed.resume and (not same or path.exists())
@@ -844,8 +854,9 @@ def parse_args(argv=None, **defaults):
         override(parser, f"{typed.wrapper}, `defaults`", lambda: own)
         model = parser.parse_args(argv).model
         path = Path(model, "grpo.json")
-        # The tiny GLM-Image's settings are not for a wrapper that names no model.
-        if path.is_file() and (model != TINY_MODEL or not typed.wrapper or "model" in own):
+        # The tiny GLM-Image's are not for a wrapper for which nobody named a model. A string that
+        # is typed, or of `defaults`, may be equal to TINY_MODEL, but is another object.
+        if path.is_file() and not (typed.wrapper and model is TINY_MODEL):
             override(parser, path, read)
     config = Config(**vars(parser.parse_args(argv)))
     if goes_on:

@@ -109,7 +109,7 @@ def assert_same_run(one, other):
     runs = []
     for out in (one, other):
         files = read_files(out)
-        state = torch.load(out / "checkpoint.pt") | dict(history=None)
+        state = torch.load(out / "checkpoint.pt")
         files["checkpoint.pt"] = json.dumps(state, default=torch.Tensor.tolist)
         files["metrics.jsonl"] = rows_of(out)
         files["config.json"] = json.loads(files["config.json"]) | dict(offload=None, prompts=None)
@@ -595,7 +595,7 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
         Image.new("RGB", (8, 8), (i, 0, 0)).save(path)
     spy = mock.Mock(return_value=torch.arange(8))
     trainer = make_trainer(tmp_path / "run", {"spy": (spy, 1.0)}, targets=targets, steps=4)
-    trainer.history = [None] * 3  # the prompts of step 4 are not in the order of the file
+    trainer.history = [{}] * 3  # the prompts of step 4 are not in the order of the file
     trainer.log = trainer.save = mock.Mock()
     trainer.train_step = mock.Mock(return_value={})
     decode = trainer.wrapper.decode
@@ -765,32 +765,38 @@ def test_files_reach_the_disk_before_they_take_their_name(tmp_path, monkeypatch)
     assert (tmp_path / "f").read_bytes() == b"x" * 5000
 
 def test_a_step_of_a_long_run_writes_a_line_and_no_more(tmp_path):
-    """Every step wrote the whole log again: 28 GB in 10,000 steps. And what another process writes
-    there, or a part of a line on a full disk, ends the run."""
+    """Every step wrote the whole log again, and the checkpoint held it, too: 28 GB in 10,000
+    steps. What another process writes there, or a part of a line on a full disk, ends the run. A
+    NaN, of which a name may have the letters, is no JSON: pandas and jq refused the whole file."""
     trainer = make_trainer(tmp_path / "run", steps=200)
     trainer.out.mkdir()
+    odd = {"loss": math.nan, "kl": math.inf, "grad_norm": -math.inf, "reward/NaN_free": 0.5}
     with mock.patch.object(grpo, "write_file") as write:
         for step in range(1, 101):
-            trainer.log(step, dict(reward=step / 7))
+            trainer.log(step, dict(reward=step / 7) if step < 100 else dict(odd))
     assert not write.called
-    assert rows_of(trainer.out) == [row | dict(seconds=0) for row in trainer.history]
+    *rows, last = rows_of(trainer.out)
+    assert rows == [row | dict(seconds=0) for row in trainer.history[:-1]]
+    assert [last[name] for name in odd] == [None, None, None, 0.5]
     trainer.save(1)
-    history = torch.load(trainer.out / "checkpoint.pt")["history"]
-    assert bytes(history) == (trainer.out / "metrics.jsonl").read_bytes()
+    assert [*torch.load(trainer.out / "checkpoint.pt")] == "trainer step adapter optimizer".split()
     with open(trainer.out / "metrics.jsonl", "a") as other:
         other.write("{}\n")
     with pytest.raises(grpo.BadInput, match="metrics.jsonl: .*another process"):
         trainer.log(101, dict(reward=0.5))
 
-def test_metrics_of_nan_are_written_as_valid_json(tmp_path):
-    """pandas and jq refused the whole file; and a name may contain NaN."""
-    trainer = make_trainer(tmp_path / "run")
-    trainer.out.mkdir()
-    odd = dict(loss=math.nan, grad_norm=math.inf, kl=-math.inf)
-    trainer.log(1, odd | {"reward/NaN_free": 0.5})
-    row = json.loads((trainer.out / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
-    assert row["reward/NaN_free"] == 0.5
-    assert [row[name] for name in odd] == [None] * 3
+@pytest.mark.parametrize("change, kept", [
+    (lambda rows: "\r\n\n".join(rows), [1, 2, 3, 4]), (lambda rows: "", [4]),
+    (lambda rows: "\n".join([rows[2], "{", "3", rows[0], '{"step": 4}']), [1, 3, 4])])
+def test_a_damaged_log_keeps_the_rows_that_it_has(tmp_path, change, kept):
+    """Edited, or cut by another process, it ended the run, or its rows got other steps."""
+    make_trainer(tmp_path / "run", wrapper=make_toy()).train()
+    log = tmp_path / "run/metrics.jsonl"
+    log.write_text(change(log.read_text().splitlines()))
+    resumed = make_trainer(tmp_path / "run", wrapper=make_toy(), steps=4)
+    resumed.train()
+    assert [row["step"] for row in resumed.history] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows_of(resumed.out)] == kept
 
 def test_the_first_gpu_alone_writes(tmp_path, monkeypatch, capsys):
     """Two processes that write one file tear each other's lines."""
@@ -819,9 +825,8 @@ def test_resume_is_bit_for_bit_also_after_a_full_disk(finished, tmp_path, monkey
         trainer = make_trainer(out, num_iterations=2)
         with pytest.raises(grpo.BadInput, match=f"{name}: .*No space"):
             trainer.train()
-        assert bytes(torch.load(out / "checkpoint.pt")["history"]).count(b"\n") == 1
+        assert torch.load(out / "checkpoint.pt")["step"] == 1
     monkeypatch.undo()
-    (out / "metrics.jsonl").write_text('{"step": 2, "rew')  # torn, and the first line is lost
     make_trainer(out).train()
     assert_same_run(finished, out)
 
@@ -976,7 +981,6 @@ def test_sampler_and_trainer_agree(top_p, top_k, dtype, bound):
     with torch.no_grad():
         again, _ = wrapper.compute_logprobs(rollout)
         assert (again - rollout.logprobs).abs().max() < bound
-
         # The division by the temperature is in fp32.
         ids, mask, position_ids = wrapper.encode(rollout.prompts)
         inputs = torch.cat([ids, rollout.tokens], 1)
@@ -1282,8 +1286,7 @@ def f(images, *_):
 def test_a_run_without_its_settings_cannot_go_on_and_does_not_say_so(command, monkeypatch):
     """The disk was full at the first file, and the last line was a command that is refused."""
     monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=OSError(28, "No space left")))
-    code, _, error = command(TOY + "--out run")
-    assert code == 2
+    _, _, error = command(TOY + "--out run")
     assert "No space left" in error.splitlines()[-1]
     assert "To go on" not in error
 
@@ -1315,7 +1318,6 @@ def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_p
     assert os.environ["RUN"] == f"{tmp_path}/run"  # for rewards that keep files
     assert "no color word in \"a grene {} '#1'\"" in error
     assert 0 < len(rows_of(tmp_path / "run")) < 6
-
     Path("data/p.txt").unlink()
     prompts = tmp_path / "run/prompts.txt"
     target = tmp_path / "data/t.png"
@@ -1335,7 +1337,7 @@ def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_p
     ("--wrapper less.py:Less", "or --lora_rank: the adapter is of other layers"),
     ("--batch-size 4", "a run keeps"), ("--out other", "a run keeps"),
     ("--adapter run/adapter_00003", "a run keeps"), ("--prompts missing.txt", "a run keeps"),
-    ("--reward other.py:f", "there is no file")])
+    ("--reward other.py:f", "of a file that is there")])
 def test_a_resume_that_is_refused_changes_nothing(command, refused, flags, told):
     """--lora-rank 8 stayed in config.json: no --resume worked any more; prompts came twice; of
     layers that a deeper model has the first were taken, in silence."""
@@ -1376,7 +1378,6 @@ def test_the_first_command_learns_and_leaves_what_the_readme_says(tmp_path, monk
     known = "Loading ", "Failed to load CPU gemm_4bit"
     assert [bar for bar in bars if bar and not bar.startswith(known)] == []
     assert done.returncode == 0
-    assert "reward/" not in done.stdout  # of one reward alone, it is the same number
     assert re.match(r"model: .*/tiny-glm-image on cpu .*--model zai-org/GLM-Image.*\n"
                     "files: .*/out, at step 0 of 20\nstep 1 ", done.stdout)
     rows = rows_of(out)
@@ -1388,7 +1389,6 @@ def test_the_first_command_learns_and_leaves_what_the_readme_says(tmp_path, monk
     pictures = [sheet.crop((i * 128, 0, i * 128 + 128, 128)) for i in range(8)]
     prompts, _ = grpo.load_prompts(None)
     assert sorted(grpo.reward_color(pictures, prompts))[1] > 0.85
-
     # A step more, and a run that begins with what it has learned.
     grpo.main("--resume out --steps 21".split())
     names = {"config.json", "prompts.txt", "metrics.jsonl", "checkpoint.pt"}

@@ -125,8 +125,24 @@ def test_what_others_files_do_is_told(run):
     Path("mine.py").write_text("class Exits:\n    def from_pretrained(*_): exit()\nclass Odd:\n    defaults = [3]\n")
     assert "grpo.py: error: mine.py:Odd, `defaults`: " in run("grpo", "--wrapper mine.py:Odd")[2]
     assert "the wrapper ended the program: SystemExit" in run("grpo", "--wrapper mine.py:Exits")[0]
-    with pytest.raises(grpo.BadInput, match="gone.png: "):  # it was there when the run began
+    with pytest.raises(grpo.BadInput, match="gone.png"):  # it was there when the run began
         grpo.compute_rewards([], ["red"], ["gone.png"], dict(mse=(grpo.reward_mse, 1)))
+
+def test_comments_in_a_runs_prompts_stay(run):
+    """Where a line ended in a space, or the file without a line end, all of them were gone."""
+    assert run("grpo", TOY + "--steps 1 --out run --prompts " + str(ROOT / "prompts.txt"))[0] == 0
+    text = "# keep me\n" + Path("run/prompts.txt").read_text().replace("\n", " \n\n") + "# and me"
+    Path("run/prompts.txt").write_text(text)
+    assert run("grpo", "--resume run --steps 2")[0] == 0 and Path("run/prompts.txt").read_text() == text
+
+@pytest.mark.parametrize("flags, width", [
+    ("", grpo.Config.width), (f"--model {grpo.TINY_MODEL}", 128),
+    (f"--model {os.path.relpath(grpo.TINY_MODEL, '/tmp')}", 128)])
+def test_the_tiny_models_settings_hold_however_it_is_named(tmp_path, monkeypatch, flags, width):
+    """Named by its whole path, they were left out; and they are not for a wrapper that names no model."""
+    monkeypatch.chdir("/tmp")
+    (tmp_path / "mine.py").write_text("from grpo import GLMImageWrapper as Mine\n")
+    assert grpo.parse_args(f"--wrapper {tmp_path}/mine.py:Mine {flags}".split()).width == width
 
 def test_ctrl_c_says_how_to_go_on(run):
     """Without a traceback, and the command that it prints goes on. The first process alone speaks."""

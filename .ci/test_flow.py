@@ -278,6 +278,5 @@ def test_what_is_refused(refuse, flags, message):
     file.write_text(file.read_text().replace("halves.py:AR", "edit.py:EditWrapper"))
     os.mkdir("toy")
     Path("toy/adapter_config.json").write_text(json.dumps(dict(target_modules="[13]")))
-    history = torch.full([100_007], ord("\n"), dtype=torch.uint8)
-    torch.save(dict(history=history, adapter={"A": torch.ones(2)}), "run/checkpoint.pt")
+    torch.save(dict(step=100_007, adapter={"A": torch.ones(2)}), "run/checkpoint.pt")
     assert message in refuse("flow", f"--decode-steps 4 {flags} --out refused")
