@@ -401,8 +401,9 @@ class GRPOTrainer:
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             text = format_prompts(self.prompts, self.targets)
             path = self.out / "prompts.txt"
-            read = getattr(self.wrapper, "load_prompts", load_prompts)
-            if not path.exists() or format_prompts(*read(path)) != text:  # else its comments stay
+            old = path.read_text("utf-8", "replace") if path.exists() else ""
+            # Comments that were added to the file stay, unless its prompts are others.
+            if re.sub(r"(?m)^\s*(#.*)?\n|[ \t]+$", "", old + "\n") != text:
                 write_file(path, text.encode())
             settings = vars(config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
