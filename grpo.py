@@ -437,7 +437,9 @@ class GRPOTrainer:
 
     def load(self, path):
         state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
-        done = attempt(f"{path}: is of another version of grpo.py", state.__getitem__, "step")
+        if "step" not in state:
+            raise BadInput(f"--resume: {path} is of another version of grpo.py")
+        done = state["step"]
         if state["trainer"] != type(self).__name__ or done > self.config.steps:
             raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
                            f"{self.config.steps} of {type(self).__name__} are asked for")
@@ -447,7 +449,8 @@ class GRPOTrainer:
         # The log may be damaged, or go on: a step whose checkpoint was not written is made again.
         self.history = [dict(step=step) for step in range(1, done + 1)]
         log = self.out / "metrics.jsonl"
-        for line in attempt(log, log.read_bytes).splitlines() if log.exists() else []:
+        data = attempt(log, log.read_bytes) if log.exists() else b""
+        for line in data.splitlines():
             with contextlib.suppress(LookupError, TypeError, ValueError):
                 row = json.loads(line)
                 self.history[row["step"] - 1] = row
@@ -827,10 +830,13 @@ class Parser(transformers.HfArgumentParser):
     def format_help(self):  # each flag once, with -, and no "(default: None)"
         return re.sub(r"--\w+_\w[^,]*, |\s+\(default:\s+None\)", "", super().format_help())
 
-def override(parser, place, read):
-    """The settings that `read` gives become the defaults. They are parsed as if they were typed, so
-    that a wrong name or value is found, and told with its place: a file, or a wrapper."""
-    settings = attempt(place, lambda: dict(read()))
+def read_json(path):
+    return attempt(path, lambda: json.loads(path.read_bytes()))
+
+def override(parser, place, settings):
+    """Settings of a file or of a wrapper become the defaults. They are parsed as if they were
+    typed, so that a wrong name or value is found, and told with its place."""
+    settings = attempt(place, dict, settings)
     typed = [f"--{name}={value}" for name, value in settings.items()
              if value is not None or getattr(Config, name, "") is not None]
     parser.set_defaults(**vars(attempt(place, parser.parse_args, typed)))
@@ -843,22 +849,21 @@ def parse_args(argv=None, **defaults):
     parser.set_defaults(**defaults)
     typed = parser.parse_args(argv)
     path = Path(typed.resume or "", "config.json")
-    read = lambda: json.loads(path.read_bytes())  # which may be another path, below
     # A job can repeat this: it begins or goes on.
     same = typed.out and Path(typed.out).resolve() == path.parent.resolve()
     goes_on = typed.resume and (not same or path.exists())
     if goes_on:
         attempt("--resume: must be the folder of a run", path.stat)
-        override(parser, path, read)
+        override(parser, path, read_json(path))
     else:
         own = getattr(import_name(typed.wrapper), "defaults", None) or {}
-        override(parser, f"{typed.wrapper}, `defaults`", lambda: own)
+        override(parser, f"{typed.wrapper}, `defaults`", own)
         model = parser.parse_args(argv).model
         path = Path(model, "grpo.json")
         # The tiny GLM-Image's are not for a wrapper for which nobody named a model. A string that
         # is typed, or of `defaults`, may be equal to TINY_MODEL, but is another object.
         if path.is_file() and not (typed.wrapper and model is TINY_MODEL):
-            override(parser, path, read)
+            override(parser, path, read_json(path))
     config = Config(**vars(parser.parse_args(argv)))
     if goes_on:
         # Another batch size would draw prompts of the run again, with the same seeds.
