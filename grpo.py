@@ -705,7 +705,9 @@ class GLMImageWrapper(TwoHalves):
         uniform = [torch.rand(group_size, T, generator=rng, dtype=torch.float32) for rng in rngs]
         uniform = torch.cat(uniform).to(DEVICE)  # [N, T]
         # Fast attention kernels want a cache whose length is a multiple of 8.
-        cache = transformers.StaticCache(self.policy.config, (L + T + 7) // 8 * 8)
+        length = (L + T + 7) // 8 * 8
+        cache = transformers.StaticCache(self.policy.config, length)
+        can_see = nn.functional.pad(mask[:, :L], (0, length - L)).to(self.policy.dtype)
         # Without flags, codes are drawn as `generate` draws them, where top-k is 50 by default.
         own = self.policy.generation_config
         top_k = [k for k in (self.config.top_k, own.top_k, 50) if k is not None][0] or 10**6
@@ -716,6 +718,9 @@ class GLMImageWrapper(TwoHalves):
         columns = []
         forward = lambda *inputs: self.forward(*inputs, 1, cache)
         for i in self.pipe.progress_bar(range(T)):
+            if i:  # 0 or -inf for each key; else every layer would make it, of a mask of 0 and 1
+                can_see[:, L + i - 1] = 1
+                mask = can_see.log()[:, None, None]  # [N, 1, 1, length]
             inputs = ids, mask, places[i]
             if CUDA and i == 2:  # a CUDA graph: one launch a token, not 2,000, takes a third
                 copies = tuple(tensor.clone() for tensor in inputs)  # each call copies into these

@@ -57,7 +57,7 @@ class Janus:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def encode(self, prompts):
-        """-> embeddings [2 N, L, D], mask [2 N, L + T], which is 1 for the codes to come, too."""
+        """-> embeddings [2 N, L, D]; mask and places [2 N, L + T], also of the codes to come."""
         chats = [[{"role": "user", "content": [{"type": "text", "text": p}]}] for p in prompts]
         texts = self.processor.apply_chat_template(chats, add_generation_prompt=True)
         batch = self.processor(text=texts, generation_mode="image", padding=True,
@@ -67,15 +67,15 @@ class Janus:
         is_mark = torch.isin(batch.input_ids, torch.tensor(marks).to(grpo.DEVICE))
         empty = batch.input_ids.where(is_mark, self.own.pad_token_id)
         mask = torch.nn.functional.pad(batch.attention_mask.repeat(2, 1), (0, self.T), value=1)
-        return self.policy.get_input_embeddings()(torch.cat([batch.input_ids, empty])), mask
+        places = mask.cumsum(1) - 1  # padding is not counted
+        return self.policy.get_input_embeddings()(torch.cat([batch.input_ids, empty])), mask, places
 
     def embed(self, codes):
         """[N, n] -> [2 N, n, D]. A code is no token id, but has an embedding of its own."""
         return self.policy.prepare_embeddings_for_image_generation(codes.repeat(2, 1))
 
-    def forward(self, embeddings, mask, num_last, cache=None):
+    def forward(self, embeddings, mask, places, num_last, cache=None):
         """-> guided logits / temperature of the last places [N, num_last, V]."""
-        places = (mask.cumsum(1) - 1)[:, -embeddings.shape[1]:]  # padding is not counted
         hidden = self.policy.model.language_model(
             inputs_embeds=embeddings, attention_mask=mask, position_ids=places, cache=cache,
             use_cache=cache is not None).last_hidden_state[:, -num_last:]
@@ -95,29 +95,41 @@ class Janus:
     @torch.no_grad()
     def sample_together(self, prompts, group_size, seeds):
         prompts = [prompt for prompt in prompts for _ in range(group_size)]
-        inputs, mask = self.encode(prompts)
+        embeddings, mask, places = self.encode(prompts)
+        L = embeddings.shape[1]
         rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniform = torch.cat([torch.rand(group_size, self.T, generator=rng, dtype=torch.float32)
                              for rng in rngs]).to(grpo.DEVICE)  # [N, T]
-        cache = transformers.StaticCache(self.policy.config.text_config, -(-mask.shape[1] // 8) * 8)
+        length = (L + self.T + 7) // 8 * 8
+        cache = transformers.StaticCache(self.policy.config.text_config, length)
+        can_see = torch.nn.functional.pad(mask[:, :L], (0, length - L)).to(embeddings.dtype)
         top_k = [k for k in (self.config.top_k, self.own.top_k, 50) if k is not None][0] or 10**6
         keep_k = transformers.TopKLogitsWarper(top_k)
         keep_p = transformers.TopPLogitsWarper(self.config.top_p or self.own.top_p or 1.0)
+        places = places.split([L] + [1] * self.T, 1)
         columns = []
+        forward = lambda *inputs: self.forward(*inputs, 1, cache)
         for i in range(self.T):
-            logits = self.forward(inputs, mask[:, :i - self.T], 1, cache)[:, 0]
+            if i:
+                can_see[:, L + i - 1] = 1
+                mask = can_see.log()[:, None, None]
+            inputs = embeddings, mask, places[i]
+            if grpo.CUDA and i == 2:
+                copies = tuple(tensor.clone() for tensor in inputs)
+                forward = torch.cuda.make_graphed_callables(forward, copies, num_warmup_iters=0)
+            logits = forward(*inputs)[:, 0]
             allowed = keep_p(None, keep_k(None, logits)).isfinite()  # [N, V]
             all_logprobs = grpo.compute_policy_logprobs(logits, allowed)
             codes = grpo.sample_codes(all_logprobs, uniform[:, i:i + 1])  # [N, 1]
             columns.append((codes, all_logprobs.gather(1, codes), allowed[:, None].cpu()))
-            inputs = self.embed(codes)
+            embeddings = self.embed(codes)
         return grpo.Rollout(prompts, *[torch.cat(column, 1).cpu() for column in zip(*columns)])
 
     def compute_logprobs(self, rollout):
-        embeddings, mask = self.encode(rollout.prompts)
+        embeddings, mask, places = self.encode(rollout.prompts)
         tokens = rollout.tokens.to(grpo.DEVICE)
         inputs = torch.cat([embeddings, self.embed(tokens[:, :-1])], 1)
-        logits = self.forward(inputs, mask[:, :-1], self.T)
+        logits = self.forward(inputs, mask[:, :-1], places[:, :-1], self.T)
         all_logprobs = grpo.compute_policy_logprobs(logits, rollout.allowed)
         entropy = torch.distributions.Categorical(logits=all_logprobs.detach()).entropy()
         return all_logprobs.gather(2, tokens[..., None]).squeeze(2), entropy

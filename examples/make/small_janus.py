@@ -95,7 +95,7 @@ def fit_policy(wrapper, steps, chance=0.3, lr=5e-3):
         chances = torch.full((N, SIDE**2, V), (1 - chance) / (V - 1))
         chances.scatter_(2, right[:, :, None], chance)
         codes = torch.distributions.Categorical(chances).sample().to(grpo.DEVICE)
-        embeddings, mask = wrapper.encode(prompts)
+        embeddings, mask, _ = wrapper.encode(prompts)
         inputs = torch.cat([embeddings, wrapper.embed(codes[:, :-1])], 1)
         rows = torch.arange(N) + N * (torch.rand(N) < 0.15)  # the empty prompts come last
         hidden = model.language_model(
