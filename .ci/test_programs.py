@@ -83,7 +83,7 @@ def test_launches_do_not_rise(monkeypatch):
         monkeypatch.setattr(measure, "make_real", functools.partial(real, ar_layers=layers, dit_layers=layers))
         counts.append(measure.count_memory(64, 2)[1])
     layer = {phase: counts[1][phase]["kernels"] - counts[0][phase]["kernels"] for phase in measure.PHASES}
-    assert layer["sample"] <= 50 and layer["decode"] <= 57 and layer["update"] <= 235, layer
+    assert layer["sample"] <= 47 and layer["decode"] <= 57 and layer["update"] <= 235, layer
 
 def test_tables_of_precision(monkeypatch, capsys):
     """One rounding follows the true change, two do not: here in a small model. Slope and kl by hand."""
