@@ -707,6 +707,8 @@ class GLMImageWrapper(TwoHalves):
         # Fast attention kernels want a cache whose length is a multiple of 8.
         length = (L + T + 7) // 8 * 8
         cache = transformers.StaticCache(self.policy.config, length)
+        # 1 where a token may look. Attention adds the log, 0 or -inf, to its scores; given 0 and 1,
+        # every layer would make that anew, in three kernels.
         can_see = nn.functional.pad(mask[:, :L], (0, length - L)).to(self.policy.dtype)
         # Without flags, codes are drawn as `generate` draws them, where top-k is 50 by default.
         own = self.policy.generation_config
@@ -718,7 +720,7 @@ class GLMImageWrapper(TwoHalves):
         columns = []
         forward = lambda *inputs: self.forward(*inputs, 1, cache)
         for i in self.pipe.progress_bar(range(T)):
-            if i:  # 0 or -inf for each key; else every layer would make it, of a mask of 0 and 1
+            if i:
                 can_see[:, L + i - 1] = 1
                 mask = can_see.log()[:, None, None]  # [N, 1, 1, length]
             inputs = ids, mask, places[i]

@@ -3,7 +3,7 @@ import gc, math, pickle, re, weakref
 from pathlib import Path
 from unittest import mock
 
-import pytest, torch
+import numpy as np, pytest, torch
 from PIL import Image
 
 import grpo
@@ -67,8 +67,11 @@ def test_picture_is_the_stock_pipelines(tmp_path):
         **stock, prior_token_ids=drawn, prior_token_image_ids=codes, source_image_grid_thw=grids,
         num_inference_steps=2, guidance_scale=1.5, generator=[torch.Generator().manual_seed(~5)]).images
     tokens = drawn.view(1, HEIGHT // 16, WIDTH // 16)[:, ::2, ::2].flatten(1)
-    images = wrapper.decode(prompts, tokens.expand(4, -1), [5, 5])  # groups of two: each has its own source
-    assert [image.tobytes() == wanted.tobytes() for image in images] == [True, True, False, False]
+    for size in (1, 2, 4):  # of a micro-batch; its sums may have another order
+        wrapper.config.micro_batch_size = size
+        images = wrapper.decode(prompts, tokens.expand(6, -1), [5, 5])  # groups of three: each has its own source
+        far = [abs(np.int16(image) - np.int16(wanted)).max() for image in images]
+        assert max(far[:3]) <= (size > 1) and min(far[3:]) > 20
 
 def test_tower_and_wrapper_leave(tmp_path):
     """Left on the GPU, the tower would cost 2 GiB; asked at every step, seconds: it reads each source once. A cache

@@ -155,8 +155,7 @@ class EditWrapper(grpo.GLMImageWrapper):
         return logits
 
     def decode(self, prompts, tokens, seeds):
-        """As in grpo.py, but the pipeline also gets the source, its codes and their grid. For
-        simplicity it paints one image at a time, whatever --micro-batch-size is."""
+        """As in grpo.py, but the pipeline also gets the source, its codes and their grid."""
         groups = tokens.unflatten(0, (len(prompts), -1))  # [P, G, T]
         images = []
         for prompt, group, seed in zip(prompts, groups, seeds, strict=True):
@@ -167,12 +166,12 @@ class EditWrapper(grpo.GLMImageWrapper):
             codes = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)  # each as 2 x 2
             grid = torch.tensor([[1, 2 * h, 2 * w]])  # of one source, in patches of the DiT
             codes = codes.flatten().to(grpo.DEVICE)
-            for row in group:
-                # The keyword arguments have an item for each image that the pipeline paints at
-                # once, here one. The item of `image` is the list of its sources.
+            for part in group.split(self.config.micro_batch_size):
+                # These lists have an item for each image. That of `image` is a list of its sources.
+                B = len(part)
                 images += super().decode(
-                    [prompt], row[None], [seed], image=[[source]],
-                    prior_token_image_ids=[codes], source_image_grid_thw=[grid])
+                    [prompt], part, [seed], image=[[source]] * B,
+                    prior_token_image_ids=[codes] * B, source_image_grid_thw=[grid] * B)
         return images
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class Janus:
         places = places.split([L] + [1] * self.T, 1)
         columns = []
         forward = lambda *inputs: self.forward(*inputs, 1, cache)
-        for i in range(self.T):
+        for i in range(self.T):  # grpo.py explains the mask and the CUDA graph
             if i:
                 can_see[:, L + i - 1] = 1
                 mask = can_see.log()[:, None, None]
