@@ -135,7 +135,7 @@ def judge_squares(text, pictures):
 
 def test_squares(tmp_path, run, monkeypatch):
     """Held-out pictures or pairs of colours that are also trained, a reward that is 1 for a copy; and a source or an
-    advantage that is wrong would teach nothing: the page's commands, with fewer steps, on 16 prompts. The rewards are
+    advantage that is wrong would teach nothing: the page's commands, with fewer steps, on 8 prompts. The rewards are
     those of a judge, with which the source must arrive as the first picture."""
     squares.write_prompts(tmp_path)
     files = [EditWrapper.load_prompts(tmp_path / f"{name}.txt") for name in ("prompts", "held_out", "new_pairs")]
@@ -144,14 +144,14 @@ def test_squares(tmp_path, run, monkeypatch):
     image = squares.paint(torch.tensor([[0, 3, 0], [3, 3, 3], [7, 7, 0]]))
     want = squares.paint(torch.tensor([[6, 3, 6], [3, 3, 3], [7, 7, 6]]))
     assert squares.right([image, want], ["paint the red squares white"] * 2, [image] * 2) == pytest.approx([6 / 9, 1])
-    Path("prompts.txt").write_text("\n".join(Path("prompts.txt").read_text().split("\n")[:16]))
     monkeypatch.setattr(tiny, "fit_policy", lambda *args, fit=tiny.fit_policy: fit(*args[:3], args[3] // 10, args[4]))
     squares.make_model(tmp_path)
+    Path("prompts.txt").write_text("\n".join(Path("prompts.txt").read_text().split("\n")[:8]))
     server = StandIn(judge_squares)
     monkeypatch.setenv("JUDGE_URL", server.address)
     monkeypatch.setenv("JUDGE_MODEL", "any")
     rewards = ",".join([f"{ROOT}/examples/rewards.py:{name}=.05" for name in ("judge", "kept")])
-    flags = "--model . --steps 48 --group-size 4 --lr 2e-3 --save-every 48 --out run --reward"
+    flags = "--model . --steps 24 --group-size 4 --lr 2e-3 --save-every 24 --out run --reward"
     assert run("edit", f"{flags} {rewards},{ROOT}/examples/make/squares.py:right=0")[0] == 0
     server.shutdown()
     first, last = first_and_last("run")
