@@ -124,7 +124,7 @@ def test_the_command(ask, tmp_path):
     for kill in (True, False):
         process = start(tmp_path, flags, env=dict(DISPLAY=":0", BROWSER=w3m))
         while process.is_alive():
-            time.sleep(0.01)
+            time.sleep(0.1)
             with contextlib.suppress(OSError, ValueError, LookupError):  # there is no server, or it asks nothing
                 if kill and len(read_rows()) == 2:
                     process.kill()
