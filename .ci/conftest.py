@@ -1,6 +1,7 @@
 """What all tests here share: no GPU, as they compare with tensors on the CPU; one thread, as others run beside them."""
 import json, os, re, runpy, signal, socket, sys
 from pathlib import Path
+from unittest import mock
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 ROOT = Path(__file__).resolve().parent.parent
@@ -11,6 +12,12 @@ import pytest, torch, transformers
 import grpo
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without it
+
+@pytest.fixture(autouse=True)
+def surroundings():
+    """evaluate.py and generate.py set WORLD_SIZE: a trainer of TRL would then wait for others."""
+    with mock.patch.dict(os.environ):
+        yield
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
