@@ -1,5 +1,5 @@
 """What all tests here share: no GPU, as they compare with tensors on the CPU; one thread, as others run beside them."""
-import json, os, re, runpy, signal, socket, sys
+import gc, json, os, re, runpy, signal, socket, sys, weakref
 from pathlib import Path
 from unittest import mock
 
@@ -8,6 +8,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import pytest, torch, transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import grpo
 torch.set_num_threads(1)
@@ -71,6 +73,51 @@ def reads(monkeypatch):
     """No test that reads may need the network."""
     monkeypatch.setattr(socket.socket, "connect", None)
     monkeypatch.setattr(socket, "getaddrinfo", None)
+
+class Recorder(TorchDispatchMode):
+    """`torch.cuda.CUDAGraph` and `torch.cuda.graph` on a CPU: it notes each operation, with what Python computed for it
+    as constants, and runs it, which counts as the first replay. A replay writes into the same tensors."""
+    def __init__(self, graph=None):
+        super().__init__()
+        self.calls = [] if graph is None else graph.calls
+        self.replayed = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default, "it would wait for the GPU"
+        result = function(*args, **kwargs or {})
+        self.calls.append((function, args, kwargs or {}, result))
+        return result
+
+    def replay(self):
+        for function, args, kwargs, result in self.calls if self.replayed else []:
+            for old, new in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
+                old.copy_(new)
+        self.replayed = True
+
+@pytest.fixture
+def compare_graphs(monkeypatch):
+    """compare_graphs(sample): draws as a GPU would, and as a CPU does, twice: bit for bit the same. A graph that waits
+    for the garbage collector keeps its memory: in 4 bits, a whole layer's weight for each rollout."""
+    def compare(sample):
+        alive = weakref.WeakSet()
+
+        def make_graph():
+            alive.add(graph := Recorder())
+            return graph
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", make_graph)
+        monkeypatch.setattr(torch.cuda, "graph", Recorder)
+        samples = []
+        gc.disable()
+        for cuda in (False, True):
+            monkeypatch.setattr(grpo, "CUDA", cuda)
+            rollouts = [sample(["a red fox on a wall", "yellow"], 3, seeds) for seeds in ([1, 2], [3, 4])]
+            samples.append([value for rollout in rollouts for value in rollout if torch.is_tensor(value)])
+            assert not alive
+        gc.enable()
+        assert all(torch.equal(ours, graph) for ours, graph in zip(*samples, strict=True))
+
+    return compare
 
 def table(page, head):
     """Rows of the page's table with this head -> lists of cells, without backticks."""

@@ -105,6 +105,10 @@ def test_a_sample_does_not_depend_on_what_is_drawn_with_it(folder, guidance):
             torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=0, atol=1e-5)
     assert [image.size for image in wrapper.decode(["green"], whole.tokens[8:], [5])] == [(32, 32)] * 2
 
+def test_the_cuda_graph_played_on_a_cpu(folder, compare_graphs):
+    """With micro-batches that are drawn one after the other."""
+    compare_graphs(load(folder, top_p=0.9)[0].sample)
+
 def test_the_vision_tower_stays_on_the_cpu(folder, monkeypatch):
     """It is a fifth of the model with 1 B weights, and reads pictures, which nobody asks for here."""
     monkeypatch.setattr(grpo, "DEVICE", torch.device("meta"))

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest, torch
 from PIL import Image
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import grpo
 from conftest import ROOT, perturb, table
@@ -314,29 +313,7 @@ def test_contrast_in_the_trainer(apply, tmp_path, size):
     for gradient, weight in zip(gradients, trainer.lora.weights.values(), strict=True):
         torch.testing.assert_close(gradient, weight.grad)
 
-def make_graphed(function, inputs, num_warmup_iters):
-    """`torch.cuda.make_graphed_callables` on a CPU: make_fx notes the operations, with what Python computes for them as
-    constants, and runs them, which counts as the first replay. Every replay writes into the same output."""
-    assert num_warmup_iters == 0  # a pass more would write into the cache
-    results = []
-    with mock.patch.object(torch.Tensor, "item", None):  # it would wait for the GPU, which nothing recorded may do
-        graph = make_fx(lambda *values: results.append(function(*values)) or results[0])(*inputs)
-    replays = iter([lambda *_: results[0]])
-
-    def replay(*values):
-        for tensor, value in zip(inputs, values, strict=True):
-            tensor.copy_(value)
-        return results[0].copy_(next(replays, graph)(*inputs))
-
-    return replay
-
-def test_the_cuda_graph_played_on_a_cpu(glm, monkeypatch):
-    """Same tokens, log-probs and allowed codes, bit for bit, twice, with top-p, padding and adapters that matter."""
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed)
+def test_the_cuda_graph_played_on_a_cpu(glm, compare_graphs):
+    """Of tokens, log-probs and allowed codes, with top-p, padding and adapters that matter."""
     perturb(grpo.LoRA(glm.policy, glm.lora_layers, 4))
-    samples = []
-    for cuda in (False, True):
-        monkeypatch.setattr(grpo, "CUDA", cuda)
-        rollouts = [glm.sample(["a red fox on a wall", "yellow"], 3, seeds) for seeds in ([1, 2], [3, 4])]
-        samples.append([value for rollout in rollouts for value in rollout if torch.is_tensor(value)])
-    assert all(torch.equal(ours, graph) for ours, graph in zip(*samples, strict=True))
+    compare_graphs(glm.sample)

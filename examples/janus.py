@@ -115,8 +115,7 @@ class Janus:
                 mask = can_see.log()[:, None, None]
             inputs = embeddings, mask, places[i]
             if grpo.CUDA and i == 2:
-                copies = tuple(tensor.clone() for tensor in inputs)
-                forward = torch.cuda.make_graphed_callables(forward, copies, num_warmup_iters=0)
+                forward = grpo.record_graph(forward, inputs)
             logits = forward(*inputs)[:, 0]
             allowed = keep_p(None, keep_k(None, logits)).isfinite()  # [N, V]
             all_logprobs = grpo.compute_policy_logprobs(logits, allowed)
