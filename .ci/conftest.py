@@ -114,10 +114,10 @@ def compare_graphs(monkeypatch):
             rollouts = [sample(["a red fox on a wall", "yellow"], 3, seeds) for seeds in ([1, 2], [3, 4])]
             samples.append([value for rollout in rollouts for value in rollout if torch.is_tensor(value)])
             assert not alive
-        gc.enable()
         assert all(torch.equal(ours, graph) for ours, graph in zip(*samples, strict=True))
 
-    return compare
+    yield compare
+    gc.enable()
 
 def table(page, head):
     """Rows of the page's table with this head -> lists of cells, without backticks."""
