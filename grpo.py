@@ -41,11 +41,12 @@ def attempt(what, function, *args, **kwargs):
     """Calls a function that fails because of what the user gave, or where; `what` names it."""
     try:
         return function(*args, **kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the latter of a script that parses its arguments
         raise BadInput(f"{what}: {str(error) or repr(error)}") from error
 
 # --- Settings -----------------------------------------------------------------
-# Each field is a flag: `python grpo.py --group-size 8`, or --group_size.
+# Each field is a flag: `python grpo.py --group-size 8`, or --group_size. Its type is what turns the
+# text that is typed into a value. A run may be resumed in another directory, so it keeps whole paths.
 TINY_MODEL = str(Path(__file__).resolve().parent / "examples/tiny-glm-image")
 
 def flag(default, text):
@@ -55,9 +56,9 @@ def flag(default, text):
 class Config:
     # What is trained, and on what
     model: str = flag(TINY_MODEL, "hub id or folder; GLM-Image itself is zai-org/GLM-Image")
-    wrapper: str | None = flag(None, "file.py:Class for a model other than GLM-Image")
-    adapter: str | None = flag(None, "folder of LoRA weights to begin with")
-    prompts: str | None = flag(None, "text file with a prompt on each line; default: prompts.txt")
+    wrapper: os.path.abspath = flag(None, "file.py:Class for a model other than GLM-Image")
+    adapter: os.path.abspath = flag(None, "folder of LoRA weights to begin with")
+    prompts: os.path.abspath = flag(None, "text file, a prompt on each line; default: prompts.txt")
     reward: str = flag("color", "color, mse or file.py:function; a weighted sum: color,my.py:f=.2")
     # GRPO
     steps: int = flag(100, "number of steps, counting those before --resume")
@@ -82,10 +83,16 @@ class Config:
     offload: typing.Literal["auto", "on", "off"] = flag(
         "auto", "keep only one half of the model on the GPU; auto: if it has less than 60 GiB")
     # The run
-    out: str | None = flag(None, "new folder for the run; default: in runs/, with date and time")
-    resume: str | None = flag(None, "folder of a run to continue; if also its --out, it may be new")
+    out: os.path.abspath = flag(None, "new folder for the run; default: runs/, date and time")
+    resume: os.path.abspath = flag(None, "folder of a run to continue; if --out, too, it may be new")
     save_every: int = flag(10, "steps between two saves of pictures and adapters")
     seed: int = flag(0, "seed of everything random")
+
+    def __post_init__(self):
+        if os.path.exists(self.model):  # else it is a hub id
+            self.model = os.path.abspath(self.model)
+        parts = [part.strip() for part in self.reward.split(",")]
+        self.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
 
 # --- The maths of GRPO: pure functions of tensors -----------------------------
 def compute_policy_logprobs(logits, allowed=None):
@@ -193,16 +200,14 @@ REWARDS = {"color": reward_color, "mse": reward_mse}
 def compute_rewards(images, prompts, targets, rewards):
     """Calls each of {name: (function, weight)} -> their weighted sum [N], fp64, {metric: mean}.
     Each gets copies of its own, and may sort them or paint over them."""
-    total = torch.zeros(len(images), dtype=torch.float64)
+    total = torch.zeros(len(prompts), dtype=torch.float64)
     metrics = {}
     for name, (function, weight) in rewards.items():
         pictures = [target and attempt("--prompts", open_image, target) for target in targets]
         values = function([image.copy() for image in images], list(prompts), pictures)
-        wrong = f"--reward {name}: must give {len(images)} finite numbers and gave"
-        scores = attempt(f"{wrong} {values!r:.200}", torch.as_tensor, values, dtype=torch.float64,
-                         device="cpu")
-        if scores.shape != total.shape:
-            raise BadInput(f"{wrong} {values!r:.200}")
+        wrong = f"--reward {name}: must give {len(prompts)} finite numbers and gave"
+        scores = attempt(f"{wrong} {values!r:.200}", lambda: torch.as_tensor(
+            values, dtype=torch.float64, device="cpu").view(len(prompts)))
         for i in (~(weight * scores).isfinite()).nonzero():
             raise BadInput(f"{wrong} {scores[i].item()} for image {i.item() + 1}, {prompts[i]!r}")
         metrics[f"reward/{name}"] = scores.mean().item()
@@ -279,11 +284,10 @@ class LoRA:
     @torch.no_grad()
     def load(self, saved):
         self.copies.clear()
-        if saved.keys() != self.weights.keys():
-            raise BadInput("the adapter is of other layers")
+        shapes = {name: weight.shape for name, weight in self.weights.items()}
+        if shapes != {name: weight.shape for name, weight in saved.items()}:
+            raise BadInput("the adapter is of other layers, or of another rank")
         for name, weight in self.weights.items():
-            if saved[name].shape != weight.shape or not saved[name].isfinite().all():
-                raise BadInput(f"the adapter's {name} has another shape, or is not finite")
             weight.copy_(saved[name])
 
     def load_folder(self, folder):
@@ -368,6 +372,7 @@ class GRPOTrainer:
         if rewards is not None:  # no command can load a notebook's functions: it refuses such names
             config.reward = attempt("rewards: must be {name: (function, weight)}", lambda: ",".join(
                 f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
+        self.step = 0  # from which it goes on
         self.history = []  # one row a step
         self.log_size = 0  # of metrics.jsonl, which has them as lines
         new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
@@ -390,76 +395,63 @@ class GRPOTrainer:
         if RANK == 0:  # only one process writes, and two new runs never share a folder
             may_exist = bool(config.resume or self.started)
             attempt("--out", self.out.mkdir, parents=True, exist_ok=may_exist)
-        path = self.out / "checkpoint.pt"
+        checkpoint = self.out / "checkpoint.pt"
+        log = self.out / "metrics.jsonl"
         # --resume, or a notebook's cell that is run again. `load` refuses a log without checkpoint.
-        if path.exists() or (self.out / "metrics.jsonl").exists():
-            self.load(path)
+        if checkpoint.exists() or log.exists():
+            self.load(checkpoint, log)
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
         if WORLD_SIZE > 1:
             self.check_disk()
         self.started = True
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             text = format_prompts(self.prompts, self.targets)
-            path = self.out / "prompts.txt"
-            old = path.read_text("utf-8", "replace") if path.exists() else ""
-            # Comments that were added to the file stay, unless its prompts are others.
-            if re.sub(r"(?m)^\s*(#.*)?\n|[ \t]+$", "", old + "\n") != text:
-                write_file(path, text.encode())
+            write_file(self.out / "prompts.txt", text.encode())
             settings = vars(config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
-            is_tiny = config.model == TINY_MODEL and not config.wrapper
-            hint = " (the large one: --model zai-org/GLM-Image)" * is_tiny
-            print(f"model: {config.model} on {DEVICE}{hint}\n"
-                  f"files: {self.out}, at step {len(self.history)} of {config.steps}", flush=True)
-            if not self.history:
+            print(f"model: {config.model} on {DEVICE}\n"
+                  f"files: {self.out}, at step {self.step} of {config.steps}", flush=True)
+            if not self.step:
                 self.save(0)  # pictures before training
-            text = "".join([to_line(row) for row in self.history if len(row) > 1])
-            write_file(self.out / "metrics.jsonl", text.encode())
+            text = "".join(map(to_line, self.history))
+            write_file(log, text.encode())
             self.log_size = len(text)
 
     def check_disk(self):
         """Machines that see another folder, step or task would train another model, in silence."""
-        weights = [(name, weight) for name, (_, weight) in self.rewards.items()]
         numbers = [value for value in vars(self.config).values() if not isinstance(value, str)]
-        task = [len(self.history), weights, numbers, self.prompts]  # paths may differ
         seen = [None] * WORLD_SIZE
         home = self.out if RANK == 0 else None
         with attempt("--out", tempfile.TemporaryDirectory, dir=home) as mark:
             marks = [Path(mark).name]  # the first one's: no cache of a network disk has seen it
             torch.distributed.broadcast_object_list(marks)
-            exists = (self.out / marks[0]).exists()
-            torch.distributed.all_gather_object(seen, repr([exists, *task]))
+            found = [(self.out / marks[0]).exists(), self.step, self.prompts, numbers]
+            torch.distributed.all_gather_object(seen, repr(found))  # paths may differ
         if len({*seen}) > 1:
             if RANK == 0 and not os.listdir(self.out):
                 self.out.rmdir()  # it was made for this start
             raise BadInput(f"--out {self.out}: must be on a disk that all machines share, and the "
                            "same path on each; so must be the flags and the prompts")
 
-    def load(self, path):
-        state = attempt(path, torch.load, path, "cpu", weights_only=True)  # it runs no code
-        if "step" not in state:
-            raise BadInput(f"--resume: {path} is of another version of grpo.py")
-        done = state["step"]
-        if state["trainer"] != type(self).__name__ or done > self.config.steps:
-            raise BadInput(f"--resume: {path} has {done} steps of {state['trainer']}, and "
-                           f"{self.config.steps} of {type(self).__name__} are asked for")
-        wrong = f"--resume: {path} is of another model, wrapper or --lora_rank"
+    def load(self, checkpoint, log):
+        state = attempt(checkpoint, torch.load, checkpoint, "cpu", weights_only=True)
+        self.step = state["step"]
+        if state["trainer"] != type(self).__name__ or self.step > self.config.steps:
+            raise BadInput(f"--resume: {checkpoint} has {self.step} steps of {state['trainer']}, "
+                           f"and {self.config.steps} of {type(self).__name__} are asked for")
+        wrong = f"--resume: {checkpoint} is of another model, wrapper or --lora_rank"
         attempt(wrong, self.lora.load, state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
-        # The log may be damaged, or go on: a step whose checkpoint was not written is made again.
-        self.history = [dict(step=step) for step in range(1, done + 1)]
-        log = self.out / "metrics.jsonl"
-        data = attempt(log, log.read_bytes) if log.exists() else b""
-        for line in data.splitlines():
-            with contextlib.suppress(LookupError, TypeError, ValueError):
-                row = json.loads(line)
-                self.history[row["step"] - 1] = row
+        # A step whose checkpoint was not written is made again.
+        rows = re.findall("{.*}", log.read_text()) if log.exists() else []
+        rows = attempt(log, lambda: [*map(json.loads, rows)])
+        self.history = [row for row in rows if row["step"] <= self.step]
 
     def train(self):
         config = self.config
         self.start()
         started = time.perf_counter()
-        for step in range(len(self.history) + 1, config.steps + 1):
+        for step in range(self.step + 1, config.steps + 1):
             # Adam's first steps have full size, though their direction is hardly known.
             lr = config.lr * min(1, step / max(1, config.warmup_steps))
             self.optimizer.param_groups[0]["lr"] = lr
@@ -470,10 +462,6 @@ class GRPOTrainer:
             rollout = self.wrapper.sample(prompts, config.group_size, seeds)
             # 2. Decode.
             images = self.wrapper.decode(prompts, rollout.tokens, seeds)
-            repeated = np.repeat(prompts, config.group_size).tolist()
-            if [*rollout.prompts] != repeated or len(images) != len(repeated):
-                raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1, and its "
-                               "decode must give an image for each")
             # 3. Score.
             rewards, metrics = compute_rewards(images, rollout.prompts, targets, self.rewards)
             # 4. Compare.
@@ -566,8 +554,8 @@ class GRPOTrainer:
         if step % self.config.save_every == 0 or step == self.config.steps:
             self.save_samples(step)
         file = io.BytesIO()
-        torch.save(dict(trainer=type(self).__name__, step=len(self.history),
-                        adapter=self.lora.weights, optimizer=self.optimizer.state_dict()), file)
+        torch.save(dict(trainer=type(self).__name__, step=step, adapter=self.lora.weights,
+                        optimizer=self.optimizer.state_dict()), file)
         write_file(self.out / "checkpoint.pt", file.getbuffer())
 
     def save_samples(self, step):
@@ -820,11 +808,7 @@ def import_name(text, flag="--wrapper"):
         if path.stem in sys.modules or not spec or spec.origin != str(path):  # the name is taken
             spec = importlib.util.spec_from_file_location(f"{path.stem}_{len(sys.modules)}", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:  # the latter of a script that parses its arguments
-            del sys.modules[spec.name]
-            raise BadInput(f"{flag} {text}: importing this file ended with {error!r}") from error
+        attempt(f"{flag} {text}: importing this file ended with", spec.loader.exec_module, module)
     found = getattr(module, name, None)
     if not callable(found):
         raise BadInput(f"{flag} {text}: there is no such function or class in the file")
@@ -896,18 +880,8 @@ def parse_args(argv=None, **defaults):
         config.prompts = str(path.with_name("prompts.txt").absolute())
         if typed.prompts and RANK == 0:
             print(f"prompts: those of {config.prompts}, where you can change them", flush=True)
-    make_absolute(config)
     check_settings(config)
     return config
-
-def make_absolute(config):
-    """Paths are saved with the run, which may be resumed in another directory."""
-    for name in "model adapter wrapper prompts out resume".split():
-        path = getattr(config, name)
-        if path and (name != "model" or os.path.exists(path)):  # it may be a hub id
-            setattr(config, name, os.path.abspath(path))
-    parts = [part.strip() for part in config.reward.split(",")]
-    config.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
 
 def check_settings(config):
     """Refuses what would waste hours in silence, or the time in which a model is loaded."""
@@ -935,7 +909,7 @@ def main(argv=None, **defaults):
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more are hardly faster here
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
-    config = trainer = None
+    trainer = None
     try:
         config = parse_args(argv, **defaults)
         if config.batch_size % WORLD_SIZE:
@@ -947,13 +921,11 @@ def main(argv=None, **defaults):
         trainer = GRPOTrainer(config, wrapper, prompts, targets=targets)
         trainer.train()
     except BaseException as error:  # whatever ends a run, its last line says how to go on
-        begun = trainer and trainer.started and (trainer.out / "config.json").exists()
         program = "torchrun .." if WORLD_SIZE > 1 else "python"
+        begun = trainer and trainer.started
         how = f"To go on: {program} grpo.py --resume '{trainer.out}'" if begun else ""
         if isinstance(error, KeyboardInterrupt):
             sys.exit(f"\nStopped. {how}".rstrip() if RANK == 0 else 1)
-        if isinstance(error, SystemExit) and config:  # with its code of 0 all would look done
-            sys.exit(f"A reward or the wrapper ended the program: {error!r}. {how}".rstrip())
         if isinstance(error, BadInput):
             if isinstance(error.__cause__, BUGS):
                 traceback.print_exception(error.__cause__)

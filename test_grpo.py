@@ -296,9 +296,10 @@ def test_mse_reward_is_of_pixels():
 
 @pytest.mark.parametrize("values", [
     (True, 2.0), range(1, 3), np.array([1, 2], np.float16), [torch.tensor(1.0), np.float32(2)],
-    torch.tensor([1.0, 2.0], requires_grad=True)])
+    torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([[1], [2]])])
 def test_rewards_take_any_sequence_of_numbers(values):
-    """And the sum is in double precision, whatever they are in."""
+    """And the sum is in double precision, whatever they are in. A column [N, 1] plus an [N] was
+    broadcast to [N, N]."""
     rewards = {"a": (lambda *_: values, 1.0), "b": (lambda *_: [10.0, 20.0], -0.5)}
     total, metrics = grpo.compute_rewards(*blank(2), rewards)
     assert total.dtype == torch.float64
@@ -308,10 +309,10 @@ def test_rewards_take_any_sequence_of_numbers(values):
 @pytest.mark.parametrize("values, told", [
     ([0.5, -math.inf], "-inf for image 2, 'prompt 1'"), ([math.nan, 1], "nan for image 1, 'prompt"),
     ([], ""), ([0.5] * 3, ""), ([None, 1], ""), (None, ""), (0.5, ""), (["1", "2"], ""),
-    ({"a": 1, "b": 2}, ""), ([[1, 2]], ""), (torch.ones(2, 1), ""), ([10**400, 1], "")])
+    ({"a": 1, "b": 2}, ""), ([[1, 2]] * 2, ""), ([10**400, 1], "")])
 def test_a_reward_without_a_finite_number_for_each_image_is_named(values, told):
-    """It trained on nonsense: a column [N, 1] plus an [N] was broadcast to [N, N]. Of 128 values
-    200 letters were shown, and the NaN was not among them."""
+    """It trained on nonsense. Of 128 values 200 letters were shown, and the NaN was not among
+    them."""
     rewards = {"fine": (lambda *_: [1, 2], 1.0), "broken": (lambda *_: values, 0.0)}
     with pytest.raises(grpo.BadInput, match=f"--reward broken: .* 2 finite numbers .*gave {told}"):
         grpo.compute_rewards(*blank(2), rewards)
@@ -438,16 +439,16 @@ def test_saved_adapters_are_loaded_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("setting, change", [
     (dict(lora_alpha=4), torch.clone), (dict(r=8), torch.clone), (dict(use_dora=True), torch.clone),
-    (dict(target_modules="a"), torch.clone), ({}, lambda weight: weight[:, :1]), ({}, torch.log)])
+    (dict(target_modules="a"), torch.clone), ({}, lambda weight: weight[:, :1])])
 def test_adapters_of_another_kind_are_refused(tmp_path, setting, change):
-    """peft's own alpha came in at twice its strength, rank 1 was broadcast to 4, NaN was loaded."""
+    """peft's own alpha came in at twice its strength, rank 1 was broadcast to 4."""
     lora = make_lora("a", "b")
     lora.save(tmp_path, "some/model")
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | setting))
     changed = {name: change(weight).contiguous() for name, weight in lora.weights.items()}
     save_file(changed, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(grpo.BadInput, match="must be of this program|shape, or is not finite"):
+    with pytest.raises(grpo.BadInput, match="must be of this program|of another rank"):
         lora.load_folder(tmp_path)
 
 @algorithm
@@ -575,16 +576,14 @@ class Idle(Toy):
         self.policy[1].idle = torch.nn.Linear(8, 8)
 
 @pytest.mark.parametrize("wrapper, told", [
-    (make_altered("sample", lambda rollout: rollout._replace(prompts=rollout.prompts[::2] * 2)),
-     "in the order p0 p0 p1 p1"),
-    (make_altered("decode", lambda images: images[:7]), "an image for each"),  # of 8
-    (make_toy(Idle, lora_layers=r"[13]|1\.idle"), "lora_layers .*1.idle.lora_A"),
-    (make_toy(Idle, lora_layers=r"1\.idle"), "lora_layers .*1.idle.lora_A")])
+    (make_altered("decode", lambda images: images[:4]), "--reward color: must give 8"),
+    (make_toy(Idle, lora_layers=r"[13]|1\.idle"), "--wrapper: .*lora_layers .*1.idle.lora_A"),
+    (make_toy(Idle, lora_layers=r"1\.idle"), "--wrapper: .*lora_layers .*1.idle.lora_A")])
 def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path, wrapper, told):
-    """Samples in another order were trained in mixed groups, and a layer was not trained, in
-    silence; or "element 0 of tensors does not require grad"."""
+    """Samples without an image, or a layer, were not trained, in silence; or "element 0 of tensors
+    does not require grad"."""
     trainer = make_trainer(tmp_path / "run", wrapper=wrapper)
-    with pytest.raises(grpo.BadInput, match=f"--wrapper: .*{told}"):
+    with pytest.raises(grpo.BadInput, match=told):
         trainer.train()
 
 @algorithm
@@ -595,7 +594,7 @@ def test_prompts_rewards_and_tokens_stay_in_one_order(tmp_path):
         Image.new("RGB", (8, 8), (i, 0, 0)).save(path)
     spy = mock.Mock(return_value=torch.arange(8))
     trainer = make_trainer(tmp_path / "run", {"spy": (spy, 1.0)}, targets=targets, steps=4)
-    trainer.history = [{}] * 3  # the prompts of step 4 are not in the order of the file
+    trainer.step = 3  # the prompts of step 4 are not in the order of the file
     trainer.log = trainer.save = mock.Mock()
     trainer.train_step = mock.Mock(return_value={})
     decode = trainer.wrapper.decode
@@ -787,7 +786,7 @@ def test_a_step_of_a_long_run_writes_a_line_and_no_more(tmp_path):
 
 @pytest.mark.parametrize("change, kept", [
     (lambda rows: "\r\n\n".join(rows), [1, 2, 3, 4]), (lambda rows: "", [4]),
-    (lambda rows: "\n".join([rows[2], "{", "3", rows[0], '{"step": 4}']), [1, 3, 4])])
+    (lambda rows: "\n".join([rows[0], "{", "3", rows[2], '{"step": 4}']), [1, 3, 4])])
 def test_a_damaged_log_keeps_the_rows_that_it_has(tmp_path, change, kept):
     """Edited, or cut by another process, it ended the run, or its rows got other steps."""
     make_trainer(tmp_path / "run", wrapper=make_toy()).train()
@@ -795,7 +794,7 @@ def test_a_damaged_log_keeps_the_rows_that_it_has(tmp_path, change, kept):
     log.write_text(change(log.read_text().splitlines()))
     resumed = make_trainer(tmp_path / "run", wrapper=make_toy(), steps=4)
     resumed.train()
-    assert [row["step"] for row in resumed.history] == [1, 2, 3, 4]
+    assert [row["step"] for row in resumed.history] == kept
     assert [row["step"] for row in rows_of(resumed.out)] == kept
 
 def test_the_first_gpu_alone_writes(tmp_path, monkeypatch, capsys):
@@ -1168,8 +1167,8 @@ def test_files_of_rewards_hide_nothing_and_are_hidden_by_nothing(modules):
     assert [again[name][0] is rewards[name][0] for name in rewards] == [True] * 6  # imported once
 
 @pytest.mark.parametrize("code, error", [
-    ("import no_such_package", "ModuleNotFoundError"), ("{}['key']", "KeyError"),
-    ("torch", "NameError"), ("(", "SyntaxError")])
+    ("import no_such_package", "No module named"), ("{}['key']", "'key'"),
+    ("torch", "'torch' is not defined"), ("(", "was never closed")])
 @pytest.mark.parametrize("flag, name", [("--reward", "f"), ("--wrapper", "F")])
 def test_a_bug_in_a_file_of_ones_own_is_shown_with_its_place(command, code, error, flag, name):
     """`the model cannot read 'A red fox': 'A red fox'`: one line, and no place."""
@@ -1180,9 +1179,6 @@ def test_a_bug_in_a_file_of_ones_own_is_shown_with_its_place(command, code, erro
     assert re.search(rf"error: {flag} \S*buggy.py:{name}: .*{error}", last)
     assert any('buggy.py", line 2' in line for line in above)
     assert not Path("run").exists()
-    # Mended, it is imported anew. Python takes a file of equal size and second for the same file.
-    Path("buggy.py").write_text(f"def {name}(*images, **others): pass\n")
-    assert grpo.import_name(f"buggy.py:{name}")
 
 # --- The command line: more of it, in processes, is in .ci/test_command.py ------------------------
 def test_threads_are_told_not_to_spin_on_before_torch_is_imported(tmp_path):
@@ -1264,11 +1260,9 @@ def test_settings_of_a_file_are_told_with_their_place(refused, settings):
         assert place in error and name in error, error
         assert value is None or str(value) in error
 
-@pytest.mark.parametrize("value, told", [
-    ("nan", "2"), ("1 / 0", "division by zero"), ("exit()", "A reward .* SystemExit.*")])
+@pytest.mark.parametrize("value, told", [("nan", "2"), ("1 / 0", "division by zero")])
 def test_whatever_ends_a_run_its_last_line_says_how_to_go_on(modules, capsys, value, told):
-    """A NaN or a bug of the user's reward ended step 57, and no line said what to do. With an exit
-    code of 0, a scheduler took the run for done."""
+    """A NaN or a bug of the user's reward ended step 57, and no line said what to do."""
     Path("mine.py").write_text(f"""
 from math import nan
 steps = []
@@ -1282,13 +1276,6 @@ def f(images, *_):
     said = "\n".join([str(caught.value), *notes, capsys.readouterr().err])
     assert said.strip().endswith(f"To go on: python grpo.py --resume '{Path('run').absolute()}'")
     assert len(rows_of(Path("run"))) == 2
-
-def test_a_run_without_its_settings_cannot_go_on_and_does_not_say_so(command, monkeypatch):
-    """The disk was full at the first file, and the last line was a command that is refused."""
-    monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=OSError(28, "No space left")))
-    _, _, error = command(TOY + "--out run")
-    assert "No space left" in error.splitlines()[-1]
-    assert "To go on" not in error
 
 def test_help_shows_each_flag_once(command):
     """And no `(default: None)`."""
@@ -1322,13 +1309,12 @@ def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_p
     prompts = tmp_path / "run/prompts.txt"
     target = tmp_path / "data/t.png"
     assert prompts.read_text() == f"a red fox\t{target}\n" * 8 + "a grene {} '#1'\n"
-    mended = "# mended\n" + prompts.read_text().replace("grene", "green")
-    prompts.write_text(mended)
-    code, printed, _ = command(f"{flags} --model {grpo.TINY_MODEL}")
+    mended = prompts.read_text().replace("grene", "green")
+    prompts.write_text("# mended\n" + mended)
+    code, printed, _ = command(flags)
     assert code == 0
     assert f"prompts: those of {prompts}" in printed
-    assert "zai-org" not in printed  # a hint for who trains the tiny GLM-Image, not the toy
-    assert prompts.read_text() == mended  # comments, too
+    assert prompts.read_text() == mended
     assert len(rows_of(tmp_path / "run")) == 6
 
 @pytest.mark.parametrize("flags, told", [
@@ -1378,7 +1364,7 @@ def test_the_first_command_learns_and_leaves_what_the_readme_says(tmp_path, monk
     known = "Loading ", "Failed to load CPU gemm_4bit"
     assert [bar for bar in bars if bar and not bar.startswith(known)] == []
     assert done.returncode == 0
-    assert re.match(r"model: .*/tiny-glm-image on cpu .*--model zai-org/GLM-Image.*\n"
+    assert re.match(r"model: .*/tiny-glm-image on cpu\n"
                     "files: .*/out, at step 0 of 20\nstep 1 ", done.stdout)
     rows = rows_of(out)
     assert np.isfinite([list(row.values()) for row in rows]).all()

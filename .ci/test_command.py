@@ -121,19 +121,11 @@ def test_bad_input_gets_one_line_and_exit_code_2(typed, refuse, monkeypatch):
     assert flag[2:] in error.replace("_", "-") or value[0] in error, error
 
 def test_what_others_files_do_is_told(run):
-    """A wrapper that exits ended with code 0 and no word; of the others one saw a traceback of grpo.py alone."""
-    Path("mine.py").write_text("class Exits:\n    def from_pretrained(*_): exit()\nclass Odd:\n    defaults = [3]\n")
-    assert "grpo.py: error: mine.py:Odd, `defaults`: " in run("grpo", "--wrapper mine.py:Odd")[2]
-    assert "the wrapper ended the program: SystemExit" in run("grpo", "--wrapper mine.py:Exits")[0]
+    """One saw a traceback of grpo.py alone."""
+    Path("mine.py").write_text("class Odd:\n    defaults = [3]\n")
+    assert "/mine.py:Odd, `defaults`: " in run("grpo", "--wrapper mine.py:Odd")[2]
     with pytest.raises(grpo.BadInput, match="gone.png"):  # it was there when the run began
         grpo.compute_rewards([], ["red"], ["gone.png"], dict(mse=(grpo.reward_mse, 1)))
-
-def test_comments_in_a_runs_prompts_stay(run):
-    """Where a line ended in a space, or the file without a line end, all of them were gone."""
-    assert run("grpo", TOY + "--steps 1 --out run --prompts " + str(ROOT / "prompts.txt"))[0] == 0
-    text = "# keep me\n" + Path("run/prompts.txt").read_text().replace("\n", " \n\n") + "# and me"
-    Path("run/prompts.txt").write_text(text)
-    assert run("grpo", "--resume run --steps 2")[0] == 0 and Path("run/prompts.txt").read_text() == text
 
 @pytest.mark.parametrize("flags, width", [
     ("", grpo.Config.width), (f"--model {grpo.TINY_MODEL}", 128),

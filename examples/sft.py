@@ -140,7 +140,7 @@ class SFTTrainer(grpo.GRPOTrainer):
     def train(self):
         self.start()
         started = time.perf_counter()
-        for step in range(len(self.history) + 1, self.config.steps + 1):
+        for step in range(self.step + 1, self.config.steps + 1):
             places, _ = grpo.choose_prompts(step, len(self.trained_rows), self.config)
             metrics = self.train_step(self.trained_rows[places])
             metrics["seconds"] = time.perf_counter() - started
