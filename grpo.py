@@ -45,8 +45,8 @@ def attempt(what, function, *args, **kwargs):
         raise BadInput(f"{what}: {str(error) or repr(error)}") from error
 
 # --- Settings -----------------------------------------------------------------
-# Each field is a flag: `python grpo.py --group-size 8`, or --group_size. Its type is what turns the
-# text that is typed into a value. A run may be resumed in another directory, so it keeps whole paths.
+# Each field is a flag: `python grpo.py --group-size 8`, or --group_size. Its type makes a value of
+# the text that is typed. Paths become absolute: a run may be resumed in another directory.
 TINY_MODEL = str(Path(__file__).resolve().parent / "examples/tiny-glm-image")
 
 def flag(default, text):
