@@ -284,10 +284,11 @@ class LoRA:
     @torch.no_grad()
     def load(self, saved):
         self.copies.clear()
-        shapes = {name: weight.shape for name, weight in self.weights.items()}
-        if shapes != {name: weight.shape for name, weight in saved.items()}:
-            raise BadInput("the adapter is of other layers, or of another rank")
+        if saved.keys() != self.weights.keys():
+            raise BadInput("the adapter is of other layers")
         for name, weight in self.weights.items():
+            if saved[name].shape != weight.shape or not saved[name].isfinite().all():
+                raise BadInput(f"the adapter's {name} has another shape, or is not finite")
             weight.copy_(saved[name])
 
     def load_folder(self, folder):
@@ -405,8 +406,9 @@ class GRPOTrainer:
             self.check_disk()
         self.started = True
         if RANK == 0:  # all that is needed to go on, and to know what was trained
-            text = format_prompts(self.prompts, self.targets)
-            write_file(self.out / "prompts.txt", text.encode())
+            path = self.out / "prompts.txt"
+            if config.prompts != str(path):  # else they come from there, and it may have comments
+                write_file(path, format_prompts(self.prompts, self.targets).encode())
             settings = vars(config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
             print(f"model: {config.model} on {DEVICE}\n"
@@ -460,6 +462,8 @@ class GRPOTrainer:
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
             # 1. Sample.
             rollout = self.wrapper.sample(prompts, config.group_size, seeds)
+            if [*rollout.prompts] != np.repeat(prompts, config.group_size).tolist():
+                raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1")
             # 2. Decode.
             images = self.wrapper.decode(prompts, rollout.tokens, seeds)
             # 3. Score.

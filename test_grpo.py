@@ -439,16 +439,16 @@ def test_saved_adapters_are_loaded_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("setting, change", [
     (dict(lora_alpha=4), torch.clone), (dict(r=8), torch.clone), (dict(use_dora=True), torch.clone),
-    (dict(target_modules="a"), torch.clone), ({}, lambda weight: weight[:, :1])])
+    (dict(target_modules="a"), torch.clone), ({}, lambda weight: weight[:, :1]), ({}, torch.log)])
 def test_adapters_of_another_kind_are_refused(tmp_path, setting, change):
-    """peft's own alpha came in at twice its strength, rank 1 was broadcast to 4."""
+    """peft's own alpha came in at twice its strength, rank 1 was broadcast to 4, NaN was loaded."""
     lora = make_lora("a", "b")
     lora.save(tmp_path, "some/model")
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | setting))
     changed = {name: change(weight).contiguous() for name, weight in lora.weights.items()}
     save_file(changed, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(grpo.BadInput, match="must be of this program|of another rank"):
+    with pytest.raises(grpo.BadInput, match="must be of this program|shape, or is not finite"):
         lora.load_folder(tmp_path)
 
 @algorithm
@@ -576,12 +576,14 @@ class Idle(Toy):
         self.policy[1].idle = torch.nn.Linear(8, 8)
 
 @pytest.mark.parametrize("wrapper, told", [
+    (make_altered("sample", lambda rollout: rollout._replace(prompts=rollout.prompts[::2] * 2)),
+     "--wrapper: .*in the order p0 p0 p1 p1"),
     (make_altered("decode", lambda images: images[:4]), "--reward color: must give 8"),
     (make_toy(Idle, lora_layers=r"[13]|1\.idle"), "--wrapper: .*lora_layers .*1.idle.lora_A"),
     (make_toy(Idle, lora_layers=r"1\.idle"), "--wrapper: .*lora_layers .*1.idle.lora_A")])
 def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path, wrapper, told):
-    """Samples without an image, or a layer, were not trained, in silence; or "element 0 of tensors
-    does not require grad"."""
+    """Samples in another order were trained in mixed groups; those without an image, or a layer,
+    not at all, in silence; or "element 0 of tensors does not require grad"."""
     trainer = make_trainer(tmp_path / "run", wrapper=wrapper)
     with pytest.raises(grpo.BadInput, match=told):
         trainer.train()
@@ -1309,12 +1311,12 @@ def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_p
     prompts = tmp_path / "run/prompts.txt"
     target = tmp_path / "data/t.png"
     assert prompts.read_text() == f"a red fox\t{target}\n" * 8 + "a grene {} '#1'\n"
-    mended = prompts.read_text().replace("grene", "green")
-    prompts.write_text("# mended\n" + mended)
+    mended = "# mended\n" + prompts.read_text().replace("grene", "green \n")
+    prompts.write_text(mended)
     code, printed, _ = command(flags)
     assert code == 0
     assert f"prompts: those of {prompts}" in printed
-    assert prompts.read_text() == mended
+    assert prompts.read_text() == mended  # comments, too
     assert len(rows_of(tmp_path / "run")) == 6
 
 @pytest.mark.parametrize("flags, told", [
