@@ -1311,7 +1311,7 @@ def test_prompts_are_kept_in_the_folder_of_a_run_and_mended_there(command, tmp_p
     prompts = tmp_path / "run/prompts.txt"
     target = tmp_path / "data/t.png"
     assert prompts.read_text() == f"a red fox\t{target}\n" * 8 + "a grene {} '#1'\n"
-    mended = "# mended\n" + prompts.read_text().replace("grene", "green \n")
+    mended = "# mended\n" + prompts.read_text().replace("grene", "green") + " \n"
     prompts.write_text(mended)
     code, printed, _ = command(flags)
     assert code == 0
