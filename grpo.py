@@ -437,6 +437,8 @@ class GRPOTrainer:
 
     def load(self, checkpoint, log):
         state = attempt(checkpoint, torch.load, checkpoint, "cpu", weights_only=True)
+        if "step" not in state:
+            raise BadInput(f"--resume: {checkpoint} is of another version of grpo.py")
         self.step = state["step"]
         if state["trainer"] != type(self).__name__ or self.step > self.config.steps:
             raise BadInput(f"--resume: {checkpoint} has {self.step} steps of {state['trainer']}, "
@@ -445,9 +447,9 @@ class GRPOTrainer:
         attempt(wrong, self.lora.load, state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
         # A step whose checkpoint was not written is made again.
-        rows = re.findall("{.*}", log.read_text()) if log.exists() else []
-        rows = attempt(log, lambda: [*map(json.loads, rows)])
-        self.history = [row for row in rows if row["step"] <= self.step]
+        text = log.read_text("utf-8", "replace") if log.exists() else ""
+        rows = map(json.loads, re.findall("{.*}", text))
+        self.history = attempt(log, lambda: [row for row in rows if row["step"] <= self.step])
 
     def train(self):
         config = self.config
