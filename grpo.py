@@ -20,8 +20,8 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import collections, contextlib, dataclasses, datetime, functools, importlib.util, io, json, math, os
-import re, sys, tempfile, time, traceback, typing
+import collections, dataclasses, datetime, functools, importlib.machinery, importlib.util, io, json
+import math, os, re, sys, tempfile, time, traceback, typing
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # threads that spin on stall on a busy CPU
 from pathlib import Path
 import diffusers, safetensors.torch, torch, transformers
@@ -83,16 +83,28 @@ class Config:
     offload: typing.Literal["auto", "on", "off"] = flag(
         "auto", "keep only one half of the model on the GPU; auto: if it has less than 60 GiB")
     # The run
-    out: os.path.abspath = flag(None, "new folder for the run; default: runs/, date and time")
-    resume: os.path.abspath = flag(None, "folder of a run to continue; if --out, too, it may be new")
+    out: os.path.realpath = flag(None, "new folder for the run; default: runs/, date and time")
+    resume: os.path.realpath = flag(None, "folder of a run to continue; with --out, it may be new")
     save_every: int = flag(10, "steps between two saves of pictures and adapters")
     seed: int = flag(0, "seed of everything random")
 
     def __post_init__(self):
+        """Refuses what would waste hours in silence, or the time in which a model is loaded."""
         if os.path.exists(self.model):  # else it is a hub id
             self.model = os.path.abspath(self.model)
         parts = [part.strip() for part in self.reward.split(",")]
         self.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
+        may_be_0 = "lr warmup_steps clip_range kl_coef guidance top_k seed".split()
+        for name, value in vars(self).items():
+            least = 2 if name == "group_size" else 0  # one image has nothing to compare with
+            most = 1 if name == "top_p" else 2**40
+            is_wrong = isinstance(value, (int, float)) and not least <= value <= most  # or NaN
+            if is_wrong or (value in (0, "") and name not in may_be_0):
+                raise BadInput(f"--{name} must not be {value!r}")
+        if self.width % 32 or self.height % 32:
+            raise BadInput("--width and --height must be multiples of 32")
+        if self.out and not self.resume and RANK == 0 and os.path.exists(self.out):
+            raise BadInput(f"--out {self.out}: must be a new folder; --resume continues a run")
 
 # --- The maths of GRPO: pure functions of tensors -----------------------------
 def compute_policy_logprobs(logits, allowed=None):
@@ -264,15 +276,15 @@ class LoRA:
 
     def cast(self, linear, dtype):
         """A and B in the dtype of the model. The sampler needs them at every token, so copies are
-        kept until a weight changes (not its `.data`), or gradients are on."""
+        kept until gradients are on; a weight that changed since, but not its `.data`, has new ones.
+        """
         A, B = self.pairs[linear]
+        key = linear, dtype, A._version, B._version
         if torch.is_grad_enabled():
             self.copies.clear()
-            return A.to(dtype), B.to(dtype)
-        key = linear, dtype, A._version, B._version
-        if key not in self.copies:
+        elif key not in self.copies:
             self.copies[key] = A.to(dtype), B.to(dtype)
-        return self.copies[key]
+        return self.copies.get(key) or (A.to(dtype), B.to(dtype))
 
     def save(self, folder, base_model):
         """Writes an adapter that peft reads too; `base_model` is a hub id or a folder."""
@@ -283,7 +295,6 @@ class LoRA:
 
     @torch.no_grad()
     def load(self, saved):
-        self.copies.clear()
         if saved.keys() != self.weights.keys():
             raise BadInput("the adapter is of other layers")
         for name, weight in self.weights.items():
@@ -364,7 +375,6 @@ class GRPOTrainer:
     """Trains the policy of a wrapper. rewards: {name: (function, weight)}, or None for those that
     config.reward names; targets: paths of pictures to imitate, or None."""
     def __init__(self, config, wrapper, prompts, rewards=None, targets=None):
-        check_settings(config)
         self.config = config
         self.wrapper = wrapper
         self.prompts = prompts
@@ -375,12 +385,11 @@ class GRPOTrainer:
                 f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
         self.step = 0  # from which it goes on
         self.history = []  # one row a step
-        self.log_size = 0  # of metrics.jsonl, which has them as lines
         new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
         if WORLD_SIZE > 1:
             torch.distributed.broadcast_object_list(new)  # the first process names the folder
         self.out = Path(config.resume or config.out or new[0]).absolute()
-        self.started = False
+        self.how = ""  # to go on
         check_prompts(prompts, self.targets, wrapper)
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
@@ -394,8 +403,7 @@ class GRPOTrainer:
         self.wrapper.config = config = self.config
         self.lora.attach()
         if RANK == 0:  # only one process writes, and two new runs never share a folder
-            may_exist = bool(config.resume or self.started)
-            attempt("--out", self.out.mkdir, parents=True, exist_ok=may_exist)
+            attempt("--out", self.out.mkdir, parents=True, exist_ok=config.resume or self.how)
         checkpoint = self.out / "checkpoint.pt"
         log = self.out / "metrics.jsonl"
         # --resume, or a notebook's cell that is run again. `load` refuses a log without checkpoint.
@@ -404,7 +412,8 @@ class GRPOTrainer:
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
         if WORLD_SIZE > 1:
             self.check_disk()
-        self.started = True
+        program = "torchrun .." if WORLD_SIZE > 1 else "python"
+        self.how = f"To go on: {program} grpo.py --resume '{self.out}'"
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             path = self.out / "prompts.txt"
             if config.prompts != str(path):  # else they come from there, and it may have comments
@@ -415,20 +424,17 @@ class GRPOTrainer:
                   f"files: {self.out}, at step {self.step} of {config.steps}", flush=True)
             if not self.step:
                 self.save(0)  # pictures before training
-            text = "".join(map(to_line, self.history))
-            write_file(log, text.encode())
-            self.log_size = len(text)
+            write_file(log, "".join(map(to_line, self.history)).encode())
 
     def check_disk(self):
         """Machines that see another folder, step or task would train another model, in silence."""
-        numbers = [value for value in vars(self.config).values() if not isinstance(value, str)]
         seen = [None] * WORLD_SIZE
         home = self.out if RANK == 0 else None
         with attempt("--out", tempfile.TemporaryDirectory, dir=home) as mark:
             marks = [Path(mark).name]  # the first one's: no cache of a network disk has seen it
             torch.distributed.broadcast_object_list(marks)
-            found = [(self.out / marks[0]).exists(), self.step, self.prompts, numbers]
-            torch.distributed.all_gather_object(seen, repr(found))  # paths may differ
+            found = (self.out / marks[0]).exists(), self.step, self.prompts, self.config
+            torch.distributed.all_gather_object(seen, repr(found))
         if len({*seen}) > 1:
             if RANK == 0 and not os.listdir(self.out):
                 self.out.rmdir()  # it was made for this start
@@ -543,17 +549,13 @@ class GRPOTrainer:
         self.history.append(row)
         names = "step reward reward_std loss kl entropy grad_norm sampler_gap seconds".split()
         names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
-        line = to_line(row)
-        self.log_size += len(line)
         if RANK == 0:
             left = round((self.config.steps - step) * row.get("seconds", 0))
             print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row],
                   f"left {datetime.timedelta(seconds=left)}", flush=True)
             path = self.out / "metrics.jsonl"
             with attempt(path, path.open, "ab", buffering=0) as file:
-                attempt(path, file.write, line.encode())
-                if file.tell() != self.log_size:
-                    raise BadInput(f"{path}: the disk is full, or another process trains here, too")
+                attempt(path, file.write, to_line(row).encode())
 
     def save(self, step):
         """There is a checkpoint after every step, so that a failure costs at most one."""
@@ -782,17 +784,14 @@ def load_prompts(path):
     prompts = []
     targets = []  # paths: pictures would fill the memory
     for number, line in enumerate(attempt(path, path.read_text, "utf-8-sig").split("\n"), start=1):
-        prompt, *target = [part.strip() for part in line.rstrip().split("\t")]
-        if prompt.startswith("#") or not line.strip():
+        prompt, _, target = line.rstrip().partition("\t")
+        if not line.strip() or prompt.lstrip().startswith("#"):
             continue
-        where = f"--prompts {path}, line {number}"
-        if not prompt or len(target) > 1:
-            raise BadInput(f"{where}: must be a prompt or a prompt, a tab and a path: {line!r:.99}")
-        prompts.append(prompt)
-        targets.append(path.parent / target[0] if target else None)
+        prompts.append(prompt.strip())
+        targets.append(path.parent / target.strip() if target else None)
         if target:
-            attempt(where, open_image, targets[-1])
-    if not prompts or path.suffix.lower() not in ("", ".txt"):
+            attempt(f"--prompts {path}, line {number}", open_image, targets[-1])
+    if "" in prompts or not prompts or path.suffix.lower() not in ("", ".txt"):
         raise BadInput(f"--prompts {path}: must be a .txt file with a prompt on each line")
     return prompts, targets
 
@@ -808,7 +807,7 @@ def import_name(text, flag="--wrapper"):
         raise BadInput(f"{flag} {text}: must be file.py:name, of a file that is there")
     files = {getattr(module, "__file__", None): module for module in [*sys.modules.values()]}
     module = files.get(str(path))
-    if not module:
+    if not hasattr(module, name):
         sys.path.append(str(path.parent))
         spec = importlib.machinery.PathFinder.find_spec(path.stem.replace(".", "_"))
         if path.stem in sys.modules or not spec or spec.origin != str(path):  # the name is taken
@@ -842,9 +841,6 @@ class Parser(transformers.HfArgumentParser):
     def format_help(self):  # each flag once, with -, and no "(default: None)"
         return re.sub(r"--\w+_\w[^,]*, |\s+\(default:\s+None\)", "", super().format_help())
 
-def read_json(path):
-    return attempt(path, lambda: json.loads(path.read_bytes()))
-
 def override(parser, place, settings):
     """Settings of a file or of a wrapper become the defaults. They are parsed as if they were
     typed, so that a wrong name or value is found, and told with its place."""
@@ -861,21 +857,18 @@ def parse_args(argv=None, **defaults):
     parser.set_defaults(**defaults)
     typed = parser.parse_args(argv)
     path = Path(typed.resume or "", "config.json")
-    # A job can repeat this: it begins or goes on.
-    same = typed.out and Path(typed.out).resolve() == path.parent.resolve()
+    same = typed.out == typed.resume  # a job can repeat this: it begins or goes on
     goes_on = typed.resume and (not same or path.exists())
-    if goes_on:
-        attempt("--resume: must be the folder of a run", path.stat)
-        override(parser, path, read_json(path))
-    else:
+    where = f"--resume: must be the folder of a run: {path}"
+    if not goes_on:
         own = getattr(import_name(typed.wrapper), "defaults", None) or {}
         override(parser, f"{typed.wrapper}, `defaults`", own)
         model = parser.parse_args(argv).model
-        path = Path(model, "grpo.json")
-        # The tiny GLM-Image's are not for a wrapper for which nobody named a model. A string that
-        # is typed, or of `defaults`, may be equal to TINY_MODEL, but is another object.
-        if path.is_file() and not (typed.wrapper and model is TINY_MODEL):
-            override(parser, path, read_json(path))
+        where = path = Path(model, "grpo.json")
+    # The tiny GLM-Image's are not for a wrapper for which nobody named a model. A string that is
+    # typed, or of `defaults`, may be equal to TINY_MODEL, but is another object.
+    if goes_on or (path.is_file() and not (typed.wrapper and model is TINY_MODEL)):
+        override(parser, path, attempt(where, lambda: json.loads(path.read_bytes())))
     config = Config(**vars(parser.parse_args(argv)))
     if goes_on:
         # Another batch size would draw prompts of the run again, with the same seeds.
@@ -886,26 +879,11 @@ def parse_args(argv=None, **defaults):
         config.prompts = str(path.with_name("prompts.txt").absolute())
         if typed.prompts and RANK == 0:
             print(f"prompts: those of {config.prompts}, where you can change them", flush=True)
-    check_settings(config)
     return config
 
-def check_settings(config):
-    """Refuses what would waste hours in silence, or the time in which a model is loaded."""
-    may_be_0 = "lr warmup_steps clip_range kl_coef guidance top_k seed".split()
-    for name, value in vars(config).items():
-        least = 2 if name == "group_size" else 0  # one image has nothing to compare with
-        most = 1 if name == "top_p" else 2**40
-        is_wrong = isinstance(value, (int, float)) and not least <= value <= most  # or NaN
-        if is_wrong or (value in (0, "") and name not in may_be_0):
-            raise BadInput(f"--{name} must not be {value!r}")
-    if config.width % 32 or config.height % 32:
-        raise BadInput("--width and --height must be multiples of 32")
-    if config.out and not config.resume and RANK == 0 and os.path.exists(config.out):
-        raise BadInput(f"--out {config.out}: must be a new folder; --resume continues a run")
-
 # If one of these is behind a BadInput, its traceback is shown, too.
-BUGS = (ArithmeticError, AttributeError, ImportError, LookupError, NameError, SyntaxError,
-        TypeError, torch.OutOfMemoryError)
+BUGS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError,
+        SyntaxError, TypeError, torch.OutOfMemoryError)
 
 def main(argv=None, **defaults):
     """`defaults` are for programs with settings of their own, such as examples/toy.py."""
@@ -927,11 +905,11 @@ def main(argv=None, **defaults):
         trainer = GRPOTrainer(config, wrapper, prompts, targets=targets)
         trainer.train()
     except BaseException as error:  # whatever ends a run, its last line says how to go on
-        program = "torchrun .." if WORLD_SIZE > 1 else "python"
-        begun = trainer and trainer.started
-        how = f"To go on: {program} grpo.py --resume '{trainer.out}'" if begun else ""
+        how = trainer.how if trainer else ""
         if isinstance(error, KeyboardInterrupt):
             sys.exit(f"\nStopped. {how}".rstrip() if RANK == 0 else 1)
+        if isinstance(error, SystemExit) and how:  # with its code of 0 all would look done
+            sys.exit(f"A reward or the wrapper ended the program: {error!r}. {how}")
         if isinstance(error, BadInput):
             if isinstance(error.__cause__, BUGS):
                 traceback.print_exception(error.__cause__)

@@ -767,8 +767,8 @@ def test_files_reach_the_disk_before_they_take_their_name(tmp_path, monkeypatch)
 
 def test_a_step_of_a_long_run_writes_a_line_and_no_more(tmp_path):
     """Every step wrote the whole log again, and the checkpoint held it, too: 28 GB in 10,000
-    steps. What another process writes there, or a part of a line on a full disk, ends the run. A
-    NaN, of which a name may have the letters, is no JSON: pandas and jq refused the whole file."""
+    steps. A NaN, of which a name may have the letters, is no JSON: pandas and jq refused the whole
+    file."""
     trainer = make_trainer(tmp_path / "run", steps=200)
     trainer.out.mkdir()
     odd = {"loss": math.nan, "kl": math.inf, "grad_norm": -math.inf, "reward/NaN_free": 0.5}
@@ -781,10 +781,6 @@ def test_a_step_of_a_long_run_writes_a_line_and_no_more(tmp_path):
     assert [last[name] for name in odd] == [None, None, None, 0.5]
     trainer.save(1)
     assert [*torch.load(trainer.out / "checkpoint.pt")] == "trainer step adapter optimizer".split()
-    with open(trainer.out / "metrics.jsonl", "a") as other:
-        other.write("{}\n")
-    with pytest.raises(grpo.BadInput, match="metrics.jsonl: .*another process"):
-        trainer.log(101, dict(reward=0.5))
 
 @pytest.mark.parametrize("change, kept", [
     (lambda rows: "\r\n\n".join(rows), [1, 2, 3, 4]), (lambda rows: "", [4]),
@@ -1090,7 +1086,7 @@ def test_a_file_of_prompts(tmp_path):
     for name in "tu":
         Image.new("RGB", (5, 5)).save(tmp_path / f"{name}.png")
     odd = "{{plain}} #1\u2028 \u2029 \x85 \x0b \x0c \x1c \x1d \x1e."
-    text = f"\ufeff# no\n\n  # nor this\r\n  a red fox\tt.png\n{odd} \ra red fox\tu.png\t\n"
+    text = f"\ufeff# no\n\n  # nor this\r\n  a red fox\t\tt.png\n{odd} \ra red fox\t u.png\t\n"
     (tmp_path / "p.txt").write_bytes(text.encode())
     prompts, targets = grpo.load_prompts(tmp_path / "p.txt")
     assert prompts == ["a red fox", odd, "a red fox"]
@@ -1098,8 +1094,9 @@ def test_a_file_of_prompts(tmp_path):
 
 @pytest.mark.parametrize("name, text, told", [
     *[("p.txt", f"# one\na red fox\n\n{line}\na blue fox\n", "p.txt, line 4: ") for line in (
-        "a cat\tt.png\tu.png", "a cat\t\tt.png", "\tt.png", "a cat\tand a blue bird",
-        "a cat\tp.txt", "a cat\tcut.png", "a cat\tdeep.png")],
+        "a cat\tt.png\tu.png", "a cat\tand a blue bird", "a cat\tp.txt", "a cat\tcut.png",
+        "a cat\tdeep.png")],
+    ("p.txt", "a red fox\n\tt.png\n", "p.txt: "),
     ("p.csv", "prompt,target\n", "p.csv: "), ("p.jsonl", '{"prompt": "red"}', "p.jsonl: "),
     ("p.txt", "# nothing\n", "p.txt: "), ("p.txt", "\udcff", "p.txt: ")])
 def test_prompts_that_are_none_and_wrong_targets_are_named(tmp_path, name, text, told):
@@ -1230,9 +1227,9 @@ def test_settings_that_would_waste_hours_are_refused(name, value):
     """A group of one learns nothing, 48 pixels are no whole tokens, a seed may overflow."""
     limits = dict.fromkeys("kl_coef lr clip_range guidance top_k seed".split(), 0)
     limits |= dict(temperature=1, top_p=1, max_grad_norm=1)
-    grpo.check_settings(make_config(**limits))  # they are welcome
+    make_config(**limits)  # they are welcome
     with pytest.raises(grpo.BadInput, match=f"--.*{name}"):
-        grpo.check_settings(make_config(**limits | {name: value}))
+        make_config(**limits | {name: value})
 
 def test_a_run_keeps_where_its_files_are(modules, tmp_path):
     """Resumed in another directory, it looked for its model on the hub. In processes, and with
