@@ -41,24 +41,28 @@ def attempt(what, function, *args, **kwargs):
     """Calls a function that fails because of what the user gave, or where; `what` names it."""
     try:
         return function(*args, **kwargs)
-    except (Exception, SystemExit) as error:  # the latter of a script that parses its arguments
+    except Exception as error:
         raise BadInput(f"{what}: {str(error) or repr(error)}") from error
 
 # --- Settings -----------------------------------------------------------------
 # Each field is a flag: `python grpo.py --group-size 8`, or --group_size. Its type makes a value of
-# the text that is typed. Paths become absolute: a run may be resumed in another directory.
+# the text that is typed.
 TINY_MODEL = str(Path(__file__).resolve().parent / "examples/tiny-glm-image")
 
 def flag(default, text):
     return transformers.hf_argparser.HfArg(default=default, help=text)
 
+def full_path(text):
+    """A run may be resumed in another directory. An empty text stays so, and is refused."""
+    return text and os.path.abspath(text)
+
 @dataclasses.dataclass
 class Config:
     # What is trained, and on what
     model: str = flag(TINY_MODEL, "hub id or folder; GLM-Image itself is zai-org/GLM-Image")
-    wrapper: os.path.abspath = flag(None, "file.py:Class for a model other than GLM-Image")
-    adapter: os.path.abspath = flag(None, "folder of LoRA weights to begin with")
-    prompts: os.path.abspath = flag(None, "text file, a prompt on each line; default: prompts.txt")
+    wrapper: full_path = flag(None, "file.py:Class for a model other than GLM-Image")
+    adapter: full_path = flag(None, "folder of LoRA weights to begin with")
+    prompts: full_path = flag(None, "text file, a prompt on each line; default: prompts.txt")
     reward: str = flag("color", "color, mse or file.py:function; a weighted sum: color,my.py:f=.2")
     # GRPO
     steps: int = flag(100, "number of steps, counting those before --resume")
@@ -83,8 +87,8 @@ class Config:
     offload: typing.Literal["auto", "on", "off"] = flag(
         "auto", "keep only one half of the model on the GPU; auto: if it has less than 60 GiB")
     # The run
-    out: os.path.realpath = flag(None, "new folder for the run; default: runs/, date and time")
-    resume: os.path.realpath = flag(None, "folder of a run to continue; with --out, it may be new")
+    out: full_path = flag(None, "new folder for the run; default: runs/, date and time")
+    resume: full_path = flag(None, "folder of a run to continue; with --out, it may be new")
     save_every: int = flag(10, "steps between two saves of pictures and adapters")
     seed: int = flag(0, "seed of everything random")
 
@@ -103,8 +107,6 @@ class Config:
                 raise BadInput(f"--{name} must not be {value!r}")
         if self.width % 32 or self.height % 32:
             raise BadInput("--width and --height must be multiples of 32")
-        if self.out and not self.resume and RANK == 0 and os.path.exists(self.out):
-            raise BadInput(f"--out {self.out}: must be a new folder; --resume continues a run")
 
 # --- The maths of GRPO: pure functions of tensors -----------------------------
 def compute_policy_logprobs(logits, allowed=None):
@@ -218,8 +220,10 @@ def compute_rewards(images, prompts, targets, rewards):
         pictures = [target and attempt("--prompts", open_image, target) for target in targets]
         values = function([image.copy() for image in images], list(prompts), pictures)
         wrong = f"--reward {name}: must give {len(prompts)} finite numbers and gave"
-        scores = attempt(f"{wrong} {values!r:.200}", lambda: torch.as_tensor(
-            values, dtype=torch.float64, device="cpu").view(len(prompts)))
+        scores = attempt(f"{wrong} {values!r:.200}", torch.as_tensor, values, dtype=torch.float64,
+                         device="cpu")
+        if scores.shape != total.shape:
+            raise BadInput(f"{wrong} {values!r:.200}")
         for i in (~(weight * scores).isfinite()).nonzero():
             raise BadInput(f"{wrong} {scores[i].item()} for image {i.item() + 1}, {prompts[i]!r}")
         metrics[f"reward/{name}"] = scores.mean().item()
@@ -383,7 +387,7 @@ class GRPOTrainer:
         if rewards is not None:  # no command can load a notebook's functions: it refuses such names
             config.reward = attempt("rewards: must be {name: (function, weight)}", lambda: ",".join(
                 f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
-        self.step = 0  # from which it goes on
+        self.step = 0  # the last one that was made
         self.history = []  # one row a step
         new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
         if WORLD_SIZE > 1:
@@ -416,8 +420,11 @@ class GRPOTrainer:
         self.how = f"To go on: {program} grpo.py --resume '{self.out}'"
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             path = self.out / "prompts.txt"
-            if config.prompts != str(path):  # else they come from there, and it may have comments
-                write_file(path, format_prompts(self.prompts, self.targets).encode())
+            text = format_prompts(self.prompts, self.targets)
+            old = path.read_text("utf-8", "replace") if path.exists() else ""
+            # Comments that were added to the file stay, unless its prompts are others.
+            if re.sub(r"(?m)^\s*(#.*)?\n|[ \t]+$", "", old + "\n") != text:
+                write_file(path, text.encode())
             settings = vars(config) | dict(out=None, resume=None)
             write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
             print(f"model: {config.model} on {DEVICE}\n"
@@ -453,9 +460,10 @@ class GRPOTrainer:
         attempt(wrong, self.lora.load, state["adapter"])
         self.optimizer.load_state_dict(state["optimizer"])
         # A step whose checkpoint was not written is made again.
-        text = log.read_text("utf-8", "replace") if log.exists() else ""
-        rows = map(json.loads, re.findall("{.*}", text))
-        self.history = attempt(log, lambda: [row for row in rows if row["step"] <= self.step])
+        text = attempt(log, log.read_text, "utf-8", "replace") if log.exists() else ""
+        rows = re.findall(r'{"step": \d+[^{}]*}', text)  # whatever else somebody has written
+        rows = {row["step"]: row for row in attempt(log, lambda: [*map(json.loads, rows)])}
+        self.history = [rows[step] for step in sorted(rows) if step <= self.step]
 
     def train(self):
         config = self.config
@@ -546,6 +554,7 @@ class GRPOTrainer:
             torch.distributed.all_reduce(values)
             metrics = dict(zip(metrics, (values / WORLD_SIZE).tolist()))
         row = dict(step=step) | metrics
+        self.step = step
         self.history.append(row)
         names = "step reward reward_std loss kl entropy grad_norm sampler_gap seconds".split()
         names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
@@ -807,13 +816,17 @@ def import_name(text, flag="--wrapper"):
         raise BadInput(f"{flag} {text}: must be file.py:name, of a file that is there")
     files = {getattr(module, "__file__", None): module for module in [*sys.modules.values()]}
     module = files.get(str(path))
-    if not hasattr(module, name):
+    if not module:
         sys.path.append(str(path.parent))
         spec = importlib.machinery.PathFinder.find_spec(path.stem.replace(".", "_"))
         if path.stem in sys.modules or not spec or spec.origin != str(path):  # the name is taken
             spec = importlib.util.spec_from_file_location(f"{path.stem}_{len(sys.modules)}", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        attempt(f"{flag} {text}: importing this file ended with", spec.loader.exec_module, module)
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:  # the latter of a script that parses its arguments
+            del sys.modules[spec.name]
+            raise BadInput(f"{flag} {text}: importing this file ended with {error!r}") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise BadInput(f"{flag} {text}: there is no such function or class in the file")
@@ -857,7 +870,8 @@ def parse_args(argv=None, **defaults):
     parser.set_defaults(**defaults)
     typed = parser.parse_args(argv)
     path = Path(typed.resume or "", "config.json")
-    same = typed.out == typed.resume  # a job can repeat this: it begins or goes on
+    # A job can repeat this: it begins or goes on.
+    same = typed.out and os.path.realpath(typed.out) == os.path.realpath(path.parent)
     goes_on = typed.resume and (not same or path.exists())
     where = f"--resume: must be the folder of a run: {path}"
     if not goes_on:
@@ -879,6 +893,8 @@ def parse_args(argv=None, **defaults):
         config.prompts = str(path.with_name("prompts.txt").absolute())
         if typed.prompts and RANK == 0:
             print(f"prompts: those of {config.prompts}, where you can change them", flush=True)
+    elif config.out and not config.resume and RANK == 0 and os.path.exists(config.out):
+        raise BadInput(f"--out {config.out}: must be a new folder; --resume continues a run")
     return config
 
 # If one of these is behind a BadInput, its traceback is shown, too.

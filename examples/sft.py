@@ -124,7 +124,6 @@ class SFTTrainer(grpo.GRPOTrainer):
     def __init__(self, config, wrapper, captions, codes, paths):
         super().__init__(config, wrapper, captions, {}, paths)  # no rewards
         config.reward = REWARD
-        config.prompts = None  # the folder may have moved: prompts.txt is written anew
         self.codes = codes
         n = max(1, len(codes) // 10)
         self.held_out_rows = torch.arange(n)
