@@ -45,24 +45,19 @@ def attempt(what, function, *args, **kwargs):
         raise BadInput(f"{what}: {str(error) or repr(error)}") from error
 
 # --- Settings -----------------------------------------------------------------
-# Each field is a flag: `python grpo.py --group-size 8`, or --group_size. Its type makes a value of
-# the text that is typed.
+# Each field is a flag: `python grpo.py --group-size 8`, or --group_size.
 TINY_MODEL = str(Path(__file__).resolve().parent / "examples/tiny-glm-image")
 
 def flag(default, text):
     return transformers.hf_argparser.HfArg(default=default, help=text)
 
-def full_path(text):
-    """A run may be resumed in another directory. An empty text stays so, and is refused."""
-    return text and os.path.abspath(text)
-
 @dataclasses.dataclass
 class Config:
     # What is trained, and on what
     model: str = flag(TINY_MODEL, "hub id or folder; GLM-Image itself is zai-org/GLM-Image")
-    wrapper: full_path = flag(None, "file.py:Class for a model other than GLM-Image")
-    adapter: full_path = flag(None, "folder of LoRA weights to begin with")
-    prompts: full_path = flag(None, "text file, a prompt on each line; default: prompts.txt")
+    wrapper: str | None = flag(None, "file.py:Class for a model other than GLM-Image")
+    adapter: str | None = flag(None, "folder of LoRA weights to begin with")
+    prompts: str | None = flag(None, "text file, a prompt on each line; default: prompts.txt")
     reward: str = flag("color", "color, mse or file.py:function; a weighted sum: color,my.py:f=.2")
     # GRPO
     steps: int = flag(100, "number of steps, counting those before --resume")
@@ -87,15 +82,18 @@ class Config:
     offload: typing.Literal["auto", "on", "off"] = flag(
         "auto", "keep only one half of the model on the GPU; auto: if it has less than 60 GiB")
     # The run
-    out: full_path = flag(None, "new folder for the run; default: runs/, date and time")
-    resume: full_path = flag(None, "folder of a run to continue; with --out, it may be new")
+    out: str | None = flag(None, "new folder for the run; default: runs/, date and time")
+    resume: str | None = flag(None, "folder of a run to continue; with --out, it may be new")
     save_every: int = flag(10, "steps between two saves of pictures and adapters")
     seed: int = flag(0, "seed of everything random")
 
     def __post_init__(self):
-        """Refuses what would waste hours in silence, or the time in which a model is loaded."""
-        if os.path.exists(self.model):  # else it is a hub id
-            self.model = os.path.abspath(self.model)
+        """Makes paths absolute, as a run may be resumed in another directory. Refuses what would
+        waste hours in silence, or the time in which a model is loaded."""
+        for name in "model wrapper adapter prompts out resume".split():
+            path = getattr(self, name)
+            if path and (name != "model" or os.path.exists(path)):  # it may be a hub id
+                setattr(self, name, os.path.abspath(path))
         parts = [part.strip() for part in self.reward.split(",")]
         self.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
         may_be_0 = "lr warmup_steps clip_range kl_coef guidance top_k seed".split()
@@ -107,6 +105,8 @@ class Config:
                 raise BadInput(f"--{name} must not be {value!r}")
         if self.width % 32 or self.height % 32:
             raise BadInput("--width and --height must be multiples of 32")
+        if self.out and not self.resume and RANK == 0 and os.path.exists(self.out):
+            raise BadInput(f"--out {self.out}: must be a new folder; --resume continues a run")
 
 # --- The maths of GRPO: pure functions of tensors -----------------------------
 def compute_policy_logprobs(logits, allowed=None):
@@ -214,12 +214,12 @@ REWARDS = {"color": reward_color, "mse": reward_mse}
 def compute_rewards(images, prompts, targets, rewards):
     """Calls each of {name: (function, weight)} -> their weighted sum [N], fp64, {metric: mean}.
     Each gets copies of its own, and may sort them or paint over them."""
-    total = torch.zeros(len(prompts), dtype=torch.float64)
+    total = torch.zeros(len(images), dtype=torch.float64)
     metrics = {}
     for name, (function, weight) in rewards.items():
         pictures = [target and attempt("--prompts", open_image, target) for target in targets]
         values = function([image.copy() for image in images], list(prompts), pictures)
-        wrong = f"--reward {name}: must give {len(prompts)} finite numbers and gave"
+        wrong = f"--reward {name}: must give {len(images)} finite numbers and gave"
         scores = attempt(f"{wrong} {values!r:.200}", torch.as_tensor, values, dtype=torch.float64,
                          device="cpu")
         if scores.shape != total.shape:
@@ -280,8 +280,7 @@ class LoRA:
 
     def cast(self, linear, dtype):
         """A and B in the dtype of the model. The sampler needs them at every token, so copies are
-        kept until gradients are on; a weight that changed since, but not its `.data`, has new ones.
-        """
+        kept until a weight changes (not its `.data`), or gradients are on."""
         A, B = self.pairs[linear]
         key = linear, dtype, A._version, B._version
         if torch.is_grad_enabled():
@@ -299,6 +298,7 @@ class LoRA:
 
     @torch.no_grad()
     def load(self, saved):
+        self.copies.clear()
         if saved.keys() != self.weights.keys():
             raise BadInput("the adapter is of other layers")
         for name, weight in self.weights.items():
@@ -379,6 +379,7 @@ class GRPOTrainer:
     """Trains the policy of a wrapper. rewards: {name: (function, weight)}, or None for those that
     config.reward names; targets: paths of pictures to imitate, or None."""
     def __init__(self, config, wrapper, prompts, rewards=None, targets=None):
+        config.__post_init__()  # a notebook may have changed it since
         self.config = config
         self.wrapper = wrapper
         self.prompts = prompts
@@ -478,10 +479,12 @@ class GRPOTrainer:
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
             # 1. Sample.
             rollout = self.wrapper.sample(prompts, config.group_size, seeds)
-            if [*rollout.prompts] != np.repeat(prompts, config.group_size).tolist():
-                raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1")
             # 2. Decode.
             images = self.wrapper.decode(prompts, rollout.tokens, seeds)
+            repeated = np.repeat(prompts, config.group_size).tolist()
+            if [*rollout.prompts] != repeated or len(images) != len(repeated):
+                raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1, and its "
+                               "decode must give an image for each")
             # 3. Score.
             rewards, metrics = compute_rewards(images, rollout.prompts, targets, self.rewards)
             # 4. Compare.
@@ -893,8 +896,6 @@ def parse_args(argv=None, **defaults):
         config.prompts = str(path.with_name("prompts.txt").absolute())
         if typed.prompts and RANK == 0:
             print(f"prompts: those of {config.prompts}, where you can change them", flush=True)
-    elif config.out and not config.resume and RANK == 0 and os.path.exists(config.out):
-        raise BadInput(f"--out {config.out}: must be a new folder; --resume continues a run")
     return config
 
 # If one of these is behind a BadInput, its traceback is shown, too.
@@ -909,7 +910,7 @@ def main(argv=None, **defaults):
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more are hardly faster here
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
-    trainer = None
+    config = trainer = None
     try:
         config = parse_args(argv, **defaults)
         if config.batch_size % WORLD_SIZE:
@@ -921,11 +922,11 @@ def main(argv=None, **defaults):
         trainer = GRPOTrainer(config, wrapper, prompts, targets=targets)
         trainer.train()
     except BaseException as error:  # whatever ends a run, its last line says how to go on
-        how = trainer.how if trainer else ""
+        how = trainer.how if trainer and (trainer.out / "config.json").exists() else ""
         if isinstance(error, KeyboardInterrupt):
             sys.exit(f"\nStopped. {how}".rstrip() if RANK == 0 else 1)
-        if isinstance(error, SystemExit) and how:  # with its code of 0 all would look done
-            sys.exit(f"A reward or the wrapper ended the program: {error!r}. {how}")
+        if isinstance(error, SystemExit) and config:  # with its code of 0 all would look done
+            sys.exit(f"A reward or the wrapper ended the program: {error!r}. {how}".rstrip())
         if isinstance(error, BadInput):
             if isinstance(error.__cause__, BUGS):
                 traceback.print_exception(error.__cause__)

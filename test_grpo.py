@@ -576,15 +576,17 @@ class Idle(Toy):
 
 @pytest.mark.parametrize("wrapper, told", [
     (make_altered("sample", lambda rollout: rollout._replace(prompts=rollout.prompts[::2] * 2)),
-     "--wrapper: .*in the order p0 p0 p1 p1"),
-    (make_altered("decode", lambda images: images[:4]), "--reward color: must give 8"),
-    (make_toy(Idle, lora_layers=r"[13]|1\.idle"), "--wrapper: .*lora_layers .*1.idle.lora_A"),
-    (make_toy(Idle, lora_layers=r"1\.idle"), "--wrapper: .*lora_layers .*1.idle.lora_A")])
+     "in the order p0 p0 p1 p1"),
+    (make_altered("decode", lambda images: images[:7]), "an image for each"),  # of 8
+    (make_altered("decode", lambda images: images[:1] + images if len(images) == 8 else images),
+     "an image for each"),
+    (make_toy(Idle, lora_layers=r"[13]|1\.idle"), "lora_layers .*1.idle.lora_A"),
+    (make_toy(Idle, lora_layers=r"1\.idle"), "lora_layers .*1.idle.lora_A")])
 def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path, wrapper, told):
-    """Samples in another order were trained in mixed groups; those without an image, or a layer,
-    not at all, in silence; or "element 0 of tensors does not require grad"."""
+    """Samples in another order were trained in mixed groups, pictures were scored for others'
+    tokens, and a layer was not trained, in silence; or "element 0 does not require grad"."""
     trainer = make_trainer(tmp_path / "run", wrapper=wrapper)
-    with pytest.raises(grpo.BadInput, match=told):
+    with pytest.raises(grpo.BadInput, match=f"--wrapper: .*{told}"):
         trainer.train()
 
 @algorithm
@@ -1233,6 +1235,10 @@ def test_settings_that_would_waste_hours_are_refused(name, value):
     make_config(**limits)  # they are welcome
     with pytest.raises(grpo.BadInput, match=f"--.*{name}"):
         make_config(**limits | {name: value})
+    config = make_config()
+    setattr(config, name, value)  # as a notebook may
+    with pytest.raises(grpo.BadInput, match=f"--.*{name}"):
+        grpo.GRPOTrainer(config, make_toy(), ["red"])
 
 def test_a_run_keeps_where_its_files_are(modules, tmp_path):
     """Resumed in another directory, it looked for its model on the hub. In processes, and with
