@@ -577,9 +577,7 @@ class Idle(Toy):
 @pytest.mark.parametrize("wrapper, told", [
     (make_altered("sample", lambda rollout: rollout._replace(prompts=rollout.prompts[::2] * 2)),
      "in the order p0 p0 p1 p1"),
-    (make_altered("decode", lambda images: images[:7]), "an image for each"),  # of 8
-    (make_altered("decode", lambda images: images[:1] + images if len(images) == 8 else images),
-     "an image for each"),
+    (make_altered("decode", lambda images: images + images[:len(images) // 8]), "an image for each"),
     (make_toy(Idle, lora_layers=r"[13]|1\.idle"), "lora_layers .*1.idle.lora_A"),
     (make_toy(Idle, lora_layers=r"1\.idle"), "lora_layers .*1.idle.lora_A")])
 def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path, wrapper, told):
@@ -767,9 +765,8 @@ def test_files_reach_the_disk_before_they_take_their_name(tmp_path, monkeypatch)
     assert (tmp_path / "f").read_bytes() == b"x" * 5000
 
 def test_a_step_of_a_long_run_writes_a_line_and_no_more(tmp_path):
-    """Every step wrote the whole log again, and the checkpoint held it, too: 28 GB in 10,000
-    steps. A NaN, of which a name may have the letters, is no JSON: pandas and jq refused the whole
-    file."""
+    """Every step wrote the whole log again: 28 GB in 10,000 steps. A NaN, of which a name may have
+    the letters, is no JSON: pandas and jq refused the file."""
     trainer = make_trainer(tmp_path / "run", steps=200)
     trainer.out.mkdir()
     odd = {"loss": math.nan, "kl": math.inf, "grad_norm": -math.inf, "reward/NaN_free": 0.5}
@@ -1232,11 +1229,8 @@ def test_settings_that_would_waste_hours_are_refused(name, value):
     """A group of one learns nothing, 48 pixels are no whole tokens, a seed may overflow."""
     limits = dict.fromkeys("kl_coef lr clip_range guidance top_k seed".split(), 0)
     limits |= dict(temperature=1, top_p=1, max_grad_norm=1)
-    make_config(**limits)  # they are welcome
-    with pytest.raises(grpo.BadInput, match=f"--.*{name}"):
-        make_config(**limits | {name: value})
-    config = make_config()
-    setattr(config, name, value)  # as a notebook may
+    config = make_config(**limits)  # they are welcome
+    setattr(config, name, value)  # as a notebook may, later
     with pytest.raises(grpo.BadInput, match=f"--.*{name}"):
         grpo.GRPOTrainer(config, make_toy(), ["red"])
 

@@ -121,11 +121,23 @@ def test_bad_input_gets_one_line_and_exit_code_2(typed, refuse, monkeypatch):
     assert flag[2:] in error.replace("_", "-") or value[0] in error, error
 
 def test_what_others_files_do_is_told(run):
-    """One saw a traceback of grpo.py alone."""
-    Path("mine.py").write_text("class Odd:\n    defaults = [3]\n")
-    assert "/mine.py:Odd, `defaults`: " in run("grpo", "--wrapper mine.py:Odd")[2]
+    """A wrapper that exits ended with code 0 and no word; of the others one saw a traceback of grpo.py alone."""
+    Path("mine.py").write_text("class Exits:\n    def from_pretrained(*_): exit()\nclass Odd:\n    defaults = [3]\n")
+    assert "grpo.py: error: mine.py:Odd, `defaults`: " in run("grpo", "--wrapper mine.py:Odd")[2]
+    assert "the wrapper ended the program: SystemExit" in run("grpo", "--wrapper mine.py:Exits")[0]
     with pytest.raises(grpo.BadInput, match="gone.png"):  # it was there when the run began
         grpo.compute_rewards([], ["red"], ["gone.png"], dict(mse=(grpo.reward_mse, 1)))
+
+def test_a_run_without_its_settings_cannot_go_on_and_does_not_say_so(run):
+    """The disk was full at the first file, and the last line was a command that is refused."""
+    with mock.patch.object(Path, "write_bytes", side_effect=OSError(28, "No space left")):
+        error = run("grpo", TOY + "--steps 1 --out run")[2]
+    assert "No space left" in error.splitlines()[-1] and "To go on" not in error
+
+def test_a_programs_paths_are_kept_whole(tmp_path, monkeypatch):
+    """A Path was no JSON, after the model was loaded; a notebook's stayed relative."""
+    monkeypatch.chdir(tmp_path)
+    assert grpo.parse_args([], prompts=Path("p.txt")).prompts == f"{tmp_path}/p.txt" == grpo.Config(prompts="p.txt").prompts
 
 @pytest.mark.parametrize("flags, width", [
     ("", grpo.Config.width), (f"--model {grpo.TINY_MODEL}", 128),
