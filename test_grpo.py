@@ -577,7 +577,7 @@ class Idle(Toy):
 @pytest.mark.parametrize("wrapper, told", [
     (make_altered("sample", lambda rollout: rollout._replace(prompts=rollout.prompts[::2] * 2)),
      "in the order p0 p0 p1 p1"),
-    (make_altered("decode", lambda images: images + images[:len(images) // 8]), "an image for each"),
+    (make_altered("decode", lambda images: images + images[:len(images) // 8]), "image for each"),
     (make_toy(Idle, lora_layers=r"[13]|1\.idle"), "lora_layers .*1.idle.lora_A"),
     (make_toy(Idle, lora_layers=r"1\.idle"), "lora_layers .*1.idle.lora_A")])
 def test_a_wrapper_that_breaks_its_contract_is_told(tmp_path, wrapper, told):
