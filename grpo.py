@@ -87,7 +87,7 @@ class Config:
     save_every: int = flag(10, "steps between two saves of pictures and adapters")
     seed: int = flag(0, "seed of everything random")
 
-    def __post_init__(self):
+    def check(self):
         """Makes paths absolute, as a run may be resumed in another directory. Refuses what would
         waste hours in silence, or the time in which a model is loaded."""
         for name in "model wrapper adapter prompts out resume".split():
@@ -107,6 +107,8 @@ class Config:
             raise BadInput("--width and --height must be multiples of 32")
         if self.out and not self.resume and RANK == 0 and os.path.exists(self.out):
             raise BadInput(f"--out {self.out}: must be a new folder; --resume continues a run")
+
+    __post_init__ = check
 
 # --- The maths of GRPO: pure functions of tensors -----------------------------
 def compute_policy_logprobs(logits, allowed=None):
@@ -379,7 +381,7 @@ class GRPOTrainer:
     """Trains the policy of a wrapper. rewards: {name: (function, weight)}, or None for those that
     config.reward names; targets: paths of pictures to imitate, or None."""
     def __init__(self, config, wrapper, prompts, rewards=None, targets=None):
-        config.__post_init__()  # a notebook may have changed it since
+        config.check()  # a notebook may have changed it since
         self.config = config
         self.wrapper = wrapper
         self.prompts = prompts

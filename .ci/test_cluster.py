@@ -133,7 +133,8 @@ def test_two_disks_are_refused(nodes, steps, first, second, ranks):
     assert before == read_all()
 
 @pytest.mark.parametrize("each", [
-    ["--lr 0.001", "--lr 0.011"], ["--reward color", "--reward color=-1"], ["--prompts ../first.txt", "--prompts ../second.txt"]])
+    ["--lr 0.001", "--lr 0.011"], ["--reward color", "--reward color=-1"],
+    ["--prompts ../first.txt", "--prompts ../second.txt"]])
 def test_other_flags_or_prompts_are_refused(tmp_path, nodes, each):
     """A flag that was mended in one of two terminals: gradients of one policy were summed with those of another."""
     (tmp_path / "first.txt").write_text("a red fox\na blue bird\n")

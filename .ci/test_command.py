@@ -137,7 +137,8 @@ def test_a_run_without_its_settings_cannot_go_on_and_does_not_say_so(run):
 def test_a_programs_paths_are_kept_whole(tmp_path, monkeypatch):
     """A Path was no JSON, after the model was loaded; a notebook's stayed relative."""
     monkeypatch.chdir(tmp_path)
-    assert grpo.parse_args([], prompts=Path("p.txt")).prompts == f"{tmp_path}/p.txt" == grpo.Config(prompts="p.txt").prompts
+    for config in (grpo.parse_args([], prompts=Path("p.txt")), grpo.Config(prompts="p.txt")):
+        assert config.prompts == f"{tmp_path}/p.txt"
 
 @pytest.mark.parametrize("flags, width", [
     ("", grpo.Config.width), (f"--model {grpo.TINY_MODEL}", 128),
