@@ -20,8 +20,8 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import collections, dataclasses, datetime, functools, importlib.machinery, importlib.util, io, json
-import math, os, re, sys, tempfile, time, traceback, typing
+import collections, contextlib, dataclasses, datetime, functools, importlib.machinery
+import importlib.util, io, json, math, os, re, sys, tempfile, time, traceback, typing
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # threads that spin on stall on a busy CPU
 from pathlib import Path
 import diffusers, safetensors.torch, torch, transformers
@@ -245,6 +245,8 @@ class LoRA:
         self.weights = {}
         self.pairs = {}  # A and B of each linear layer
         self.copies = {}  # of A and B in another dtype
+        # The fast path of nn.TransformerEncoderLayer reads weights without calling the layers.
+        torch.backends.mha.set_fastpath_enabled(False)
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
@@ -260,16 +262,20 @@ class LoRA:
         """A model has one LoRA at a time: this one takes the place of another trainer's."""
         for linear in getattr(self.model, "adapted", []):
             del linear.forward  # of the other one, which may have had other layers
-        self.model.adapted = [*self.pairs]
+        self.model.adapted = []
         for linear in self.pairs:
+            if getattr(linear.forward, "__func__", None) is not nn.Linear.forward:
+                raise BadInput(f"--wrapper: its lora_layers match a {type(linear).__name__} with a "
+                               "forward of its own, which LoRA's would replace")
             linear.forward = functools.partial(self.forward, linear)
+            self.model.adapted.append(linear)
 
     def forward(self, linear, inputs):
         """In the place of the layer's own. The trap: if 2 B A x is added to a W x that is rounded
         to bf16 already, what is below half a unit in its last place vanishes: most of a first
         update. So the small 2 B A x comes first. `addmm_` adds W x to it in fp32, and then rounds,
         which is right on average, as it is for a bias."""
-        rows = inputs.flatten(0, -2)
+        rows = inputs.reshape(-1, linear.in_features)
         if self.enabled:
             A, B = self.cast(linear, rows.dtype)
             output = rows @ A.T @ B.T
@@ -278,7 +284,7 @@ class LoRA:
         output.addmm_(rows, linear.weight.T, beta=2)
         if linear.bias is not None:
             output += linear.bias
-        return output.view(*inputs.shape[:-1], -1)
+        return output.view(*inputs.shape[:-1], linear.out_features)
 
     def cast(self, linear, dtype):
         """A and B in the dtype of the model. The sampler needs them at every token, so copies are
@@ -328,7 +334,7 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 
 # To train another kind of model, write a wrapper, and name it: `--wrapper mine.py:MyModel`.
 # examples/toy.py is a small one. It needs
-#   from_pretrained(path, config)  a class method: --model -> a wrapper
+#   from_pretrained(path, config)  a class method: --model -> a wrapper, each time the same
 #   policy       a frozen nn.Module; the trainer adds LoRA to it, and trains nothing else
 #   lora_layers  a regex for the names of its linear layers that get LoRA
 #   encode(prompts)  raises a ValueError if the model cannot read one; its result is not used
@@ -336,11 +342,12 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #       samples on the CPU. Equal seeds give equal samples, whatever else is in the batch.
 #   decode(prompts, tokens, seeds)  step 2: P prompts and seeds, tokens of N samples -> N PIL images
 #   compute_logprobs(rollout)  scores the rollout's tokens under the current policy -> log-probs,
-#       with a gradient, and entropies, without; both [B, T] and on DEVICE. It may return a third
-#       tensor, the exact KL to the base model, in the place of k3. With --kl-coef it is called
-#       first without gradients and adapters, for the reference.
-# Each layer of `lora_layers` must be called as a module, and take part in `compute_logprobs`; its
-# weights and inputs have one dtype. Dropout must be off. `sample` and `decode` turn gradients off.
+#       with a gradient, and entropies, without; both [B, T], fp32 and on DEVICE. It may return a
+#       third tensor, the exact KL to the base model, with a gradient, in the place of k3. With
+#       --kl-coef it is called first without gradients and adapters, for the reference.
+# Each layer of `lora_layers` is an nn.Linear, is called as a module, and takes part in every
+# `compute_logprobs`, so no expert that may get no token; its weights and inputs have one dtype.
+# Dropout must be off. `sample` and `decode` turn gradients off.
 # A trainer sets `wrapper.config` to its own. Optional are `defaults`, {flag: value}; if they name
 # no `model`, `path` means nothing unless --model is typed. And a static method
 # `load_prompts(path)`, in the place of the function far below, which must also read what
@@ -384,12 +391,18 @@ class GRPOTrainer:
         config.check()  # a notebook may have changed it since
         self.config = config
         self.wrapper = wrapper
-        self.prompts = prompts
+        self.prompts = [*prompts]
         self.rewards = load_rewards(config.reward) if rewards is None else rewards
         self.targets = targets or [None] * len(prompts)
-        if rewards is not None:  # no command can load a notebook's functions: it refuses such names
-            config.reward = attempt("rewards: must be {name: (function, weight)}", lambda: ",".join(
+        # What config.json has in another way. No command can load what a notebook made, and each
+        # refuses a name with brackets.
+        self.changes = dict(out=None, resume=None)
+        if rewards is not None:
+            wrong = "rewards: must be {name: (function, weight)}"
+            self.changes["reward"] = attempt(wrong, lambda: ",".join(
                 f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
+        if not config.wrapper and type(wrapper) is not GLMImageWrapper:
+            self.changes["wrapper"] = f"{type(wrapper).__name__}()"
         self.step = 0  # the last one that was made
         self.history = []  # one row a step
         new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
@@ -408,6 +421,7 @@ class GRPOTrainer:
     def start(self):
         """Takes over the model, and goes on from the last checkpoint, if there is one."""
         self.wrapper.config = config = self.config
+        settings = json.dumps(vars(config) | self.changes, indent=4)
         self.lora.attach()
         if RANK == 0:  # only one process writes, and two new runs never share a folder
             attempt("--out", self.out.mkdir, parents=True, exist_ok=config.resume or self.how)
@@ -428,8 +442,7 @@ class GRPOTrainer:
             # Comments that were added to the file stay, unless its prompts are others.
             if re.sub(r"(?m)^\s*(#.*)?\n|[ \t]+$", "", old + "\n") != text:
                 write_file(path, text.encode())
-            settings = vars(config) | dict(out=None, resume=None)
-            write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
+            write_file(self.out / "config.json", settings.encode())
             print(f"model: {config.model} on {DEVICE}\n"
                   f"files: {self.out}, at step {self.step} of {config.steps}", flush=True)
             if not self.step:
@@ -443,11 +456,14 @@ class GRPOTrainer:
         with attempt("--out", tempfile.TemporaryDirectory, dir=home) as mark:
             marks = [Path(mark).name]  # the first one's: no cache of a network disk has seen it
             torch.distributed.broadcast_object_list(marks)
+            # NFS remembers for up to a minute that the folder was not there, unless one makes it.
+            with contextlib.suppress(OSError):
+                self.out.mkdir(parents=True)
             found = (self.out / marks[0]).exists(), self.step, self.prompts, self.config
-            torch.distributed.all_gather_object(seen, repr(found))
+            torch.distributed.all_gather_object(seen, repr((found, self.changes)))
         if len({*seen}) > 1:
-            if RANK == 0 and not os.listdir(self.out):
-                self.out.rmdir()  # it was made for this start
+            with contextlib.suppress(OSError):  # it stays if anything is in it
+                self.out.rmdir()
             raise BadInput(f"--out {self.out}: must be on a disk that all machines share, and the "
                            "same path on each; so must be the flags and the prompts")
 
@@ -464,7 +480,7 @@ class GRPOTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         # A step whose checkpoint was not written is made again.
         text = attempt(log, log.read_text, "utf-8", "replace") if log.exists() else ""
-        rows = re.findall(r'{"step": \d+[^{}]*}', text)  # whatever else somebody has written
+        rows = re.findall(r'{"step": \d+(?:(?!{"step": ).)*}', text)  # whatever else is in it
         rows = {row["step"]: row for row in attempt(log, lambda: [*map(json.loads, rows)])}
         self.history = [rows[step] for step in sorted(rows) if step <= self.step]
 
@@ -473,16 +489,13 @@ class GRPOTrainer:
         self.start()
         started = time.perf_counter()
         for step in range(self.step + 1, config.steps + 1):
-            # Adam's first steps have full size, though their direction is hardly known.
-            lr = config.lr * min(1, step / max(1, config.warmup_steps))
-            self.optimizer.param_groups[0]["lr"] = lr
             indices, seeds = choose_prompts(step, len(self.prompts), config)
             prompts = [self.prompts[i] for i in indices]
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
             # 1. Sample.
             rollout = self.wrapper.sample(prompts, config.group_size, seeds)
             # 2. Decode.
-            images = self.wrapper.decode(prompts, rollout.tokens, seeds)
+            images = self.wrapper.decode(prompts, rollout.tokens.clone(), seeds)
             repeated = np.repeat(prompts, config.group_size).tolist()
             if [*rollout.prompts] != repeated or len(images) != len(repeated):
                 raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1, and its "
@@ -538,13 +551,17 @@ class GRPOTrainer:
         return {name: total / config.num_iterations for name, total in totals.items()}
 
     def update_weights(self):
+        config = self.config
         weights = self.lora.weights
+        # Adam's first steps have full size, though their direction is hardly known.
+        lr = config.lr * min(1, (self.step + 1) / max(1, config.warmup_steps))
+        self.optimizer.param_groups[0]["lr"] = lr
         for name, weight in weights.items():
             if weight.grad is None:
-                raise BadInput(f"--wrapper: its lora_layers match one that takes no part: {name}")
+                raise BadInput(f"--wrapper: a layer of its lora_layers got no gradient: {name}")
             if WORLD_SIZE > 1:
                 torch.distributed.all_reduce(weight.grad)  # a sum; the losses were divided
-        grad_norm = nn.utils.clip_grad_norm_(weights.values(), self.config.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(weights.values(), config.max_grad_norm)
         if grad_norm.isfinite():  # a NaN would stay in Adam's moments for ever
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -818,7 +835,8 @@ def import_name(text, flag="--wrapper"):
     path, _, name = text.rpartition(":")
     path = Path(path).resolve()
     if path.suffix != ".py" or not path.is_file():
-        raise BadInput(f"{flag} {text}: must be file.py:name, of a file that is there")
+        raise BadInput(f"{flag} {text}: must be file.py:name, of a file that is there; name() is a "
+                       "notebook's, and its run goes on there")
     files = {getattr(module, "__file__", None): module for module in [*sys.modules.values()]}
     module = files.get(str(path))
     if not module:
@@ -847,7 +865,7 @@ def load_rewards(text):
         weight = attempt(f"--reward {part}", float, weight if equals else 1)
         if not function or name in rewards or not math.isfinite(weight):
             raise BadInput(f"--reward {part}: must be color, mse or file.py:function, each name "
-                           "once; name() is a notebook's function, and its run goes on there")
+                           "once; name() is a notebook's, and its run goes on there")
         rewards[name] = function, weight
     return rewards
 
@@ -911,7 +929,7 @@ def main(argv=None, **defaults):
     else:
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more are hardly faster here
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
+        torch.distributed.init_process_group("nccl" if CUDA else "gloo")
     config = trainer = None
     try:
         config = parse_args(argv, **defaults)

@@ -1,5 +1,5 @@
 """Tests of several machines, which are here two nodes on the loopback, each with a working directory of its own:
-docs/cluster.md and examples/cluster. The stand-ins for Slurm's commands are no Slurm, as the page says."""
+docs/cluster.md and examples/cluster. The stand-ins for Slurm's commands are no Slurm; a real one was tried by hand."""
 import os, re, shlex, shutil, socket, subprocess, sys
 
 import pytest, yaml
@@ -142,6 +142,27 @@ def test_other_flags_or_prompts_are_refused(tmp_path, nodes, each):
     codes, logs = run_ranks(nodes, "--steps 2 --out ../run", each=each)
     assert codes == [2, 2] and all(["the flags and the prompts" in log for log in logs]), logs
     assert not (tmp_path / "run").exists()
+
+def test_a_disk_that_remembers_what_was_not_there(tmp_path, nodes):
+    """An NFS client answers for up to a minute that a folder is not there, if it was not when the process began: a job
+    whose model loads faster was refused at each of its first starts, with one disk. To make the folder asks the server."""
+    (tmp_path / "late.py").write_text("""
+import os, pathlib
+from unittest import mock
+from examples.toy import Toy as Late
+stat, mkdir = os.stat, os.mkdir
+absent = [str(pathlib.Path(__file__).with_name("run"))] * int(os.environ["RANK"])
+def look(path, *args, **kwargs):
+    if any(str(path).startswith(folder) for folder in absent):
+        raise FileNotFoundError(2, "as remembered", str(path))
+    return stat(path, *args, **kwargs)
+def make(path, *args, **kwargs):
+    absent[:] = [folder for folder in absent if folder != str(path)]
+    mkdir(path, *args, **kwargs)
+mock.patch.multiple(os, stat=look, mkdir=make).start()
+""")
+    codes, logs = run_ranks(nodes, f"--wrapper {tmp_path}/late.py:Late --steps 1 --out ../run")
+    assert codes == [0, 0], logs
 
 def test_two_disks_are_refused_at_every_restart(tmp_path, nodes):
     """The page's lines for several machines: `--max-restarts` tries again what was refused. Without the variable, the
