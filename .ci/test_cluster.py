@@ -1,9 +1,12 @@
 """Tests of several machines, which are here two nodes on the loopback, each with a working directory of its own:
 docs/cluster.md and examples/cluster. The stand-ins for Slurm's commands are no Slurm; a real one was tried by hand."""
 import os, re, shlex, shutil, socket, subprocess, sys
+from pathlib import Path
+from unittest import mock
 
-import pytest, yaml
+import pytest, torch, yaml
 
+import grpo
 from conftest import ROOT, have_same_weights
 from test_command import TOY, end, rows_of, run_ranks, start
 
@@ -176,6 +179,15 @@ def test_two_disks_are_refused_at_every_restart(tmp_path, nodes):
     for node in nodes:
         assert len(re.findall(rf"^grpo.py: error: .*{REFUSED}", (node / "log").read_text(), re.MULTILINE)) == 2
         assert not (node / "runs/foxes/metrics.jsonl").exists()
+
+def test_processes_share_a_batch_and_a_folder(refuse, monkeypatch):
+    """One that was late refused the folder that the first had just made."""
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 16)
+    monkeypatch.setattr(torch.distributed, "init_process_group", mock.Mock())
+    assert "--batch_size must be a multiple of the number of GPUs, 16" in refuse("grpo", "--batch-size 6")
+    Path("run").mkdir()
+    monkeypatch.setattr(grpo, "RANK", 3)
+    assert grpo.parse_args(["--out", "run"]).out == str(Path("run").absolute())
 
 def test_without_out_the_first_process_names_the_folder(tmp_path, nodes):
     """$RUN, for rewards that keep files, named a folder that did not exist on all processes but the first."""

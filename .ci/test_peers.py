@@ -12,13 +12,14 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare tensors on the CPU
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # or `rollout_func` warns
 
-import datasets, peft, pytest, tokenizers, torch, transformers, trl
+import accelerate, datasets, peft, pytest, tokenizers, torch, transformers, trl
 import numpy as np
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import grpo
+from conftest import perturb
 
 torch.set_num_threads(1)
 V, T = 32, 5  # codes, tokens of a sample
@@ -158,6 +159,28 @@ def distance(a, b):
     names = [name for name in a if b[name] is not None]
     x, y = (torch.cat([torch.as_tensor(part[name]).double().flatten() for name in names]) for part in (a, b))
     return ((x - y).abs() / y.abs().clamp(min=1)).max().item()
+
+# --- Layers of others ---------------------------------------------------------------------------------------
+def test_layers_with_a_forward_of_their_own_are_refused():
+    """LoRA's took its place in silence: an adapter of peft was lost, in the KL's reference, too."""
+    tuned = peft.get_peft_model(make_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    hooked = make_llama()
+    accelerate.cpu_offload(hooked, "cpu")
+    for model, layers in ((tuned, r".*\.q_proj"), (tuned, r".*(q|k)_proj"), (hooked, r".*\.q_proj")):
+        with pytest.raises(grpo.BadInput, match="lora_layers match a Linear with a forward of its own"):
+            grpo.LoRA(model, layers, rank=4)
+    logits = tuned(torch.arange(T)[None]).logits
+    grpo.LoRA(tuned, r".*\.k_proj", rank=4)  # what was refused has left nothing behind
+    assert torch.equal(tuned(torch.arange(T)[None]).logits, logits)
+
+def test_no_layer_is_passed_by_without_gradients():
+    """nn.TransformerEncoderLayer read the weights then, so the sampler had no LoRA."""
+    model = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True).eval().requires_grad_(False)
+    perturb(grpo.LoRA(model, r"linear\d", rank=4))
+    x = torch.randn(3, 5, 8)
+    with torch.no_grad():
+        sampled = model(x)
+    torch.testing.assert_close(sampled, model(x.requires_grad_()))
 
 # --- Advantages and loss ------------------------------------------------------------------------------------
 @pytest.fixture
