@@ -9,7 +9,7 @@ class StandIn(http.server.ThreadingHTTPServer):
     def __init__(self, answer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer, self.asked, self.requests = answer, [], 0
-        self.key, self.refused, self.troubles, self.change = None, set(), [], {}
+        self.key, self.refused, self.troubles, self.change, self.most = None, set(), [], {}, 20
         self.address = f"http://127.0.0.1:{self.server_port}"
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
@@ -69,7 +69,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         demand(0 <= body.get("temperature", 1) <= 2, 400, "temperature")
         demand(type(body.get("logprobs", False)) is bool, 400, "logprobs")
         top = body.get("top_logprobs", 0)
-        demand(0 <= top <= 20 and (body.get("logprobs") or not top), 400, "top_logprobs")
+        demand(0 <= top <= server.most and (body.get("logprobs") or not top), 400, "top_logprobs")
         message, = body["messages"]
         demand(message.keys() == {"role", "content"} and message["role"] == "user", 400, "messages")
         text, *pictures = [read_part(part) for part in message["content"]]

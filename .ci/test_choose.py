@@ -17,7 +17,7 @@ def find_address():
     return "http://127.0.0.1:{}/{}/".format(*Path("run/choices/address").read_text().split())
 
 def read_rows():
-    return [json.loads(line) for line in Path("run/choices.jsonl").open()]
+    return [json.loads(line) for line in Path("run/choices.jsonl").open() if line.strip()]
 
 def fetch(url, answer=None):
     return web.urlopen(url, None if answer is None else json.dumps(answer).encode(), timeout=60).read()
@@ -84,6 +84,8 @@ def test_again(ask):
     with pytest.raises(KeyboardInterrupt):
         ask(FOUR, "ppqq", press("1"), lambda state: signal.raise_signal(signal.SIGINT))
     assert ask(FOUR, "ppqq", press("2", "1")) == ask(FOUR, "ppqq") == [0, 1, 1, 0]  # known now
+    Path("run/choices.jsonl").open("ab").write(b'\n\n')  # of an editor: a traceback
+    assert ask(FOUR, "ppqq") == [0, 1, 1, 0]
     Path("run/choices.jsonl").open("ab").write(b'{"prompt": "p\0')  # a kill amid a row, or a power cut: a traceback
     assert ask([FOUR[1], FOUR[0], *FOUR[2:]], "ppqq", press("1", "2")) == [1, 0, 0, 1] and len(read_rows()) == 4
 
@@ -188,7 +190,7 @@ def moody(images, prompts, _): return (pink if random.Random(prompts[0]).random(
     _, out, _ = run("choose", f"choices.jsonl --reward {rewards},sharpness")
     assert "40 groups, 180 pairs of a better and a worse picture" in out  # 20 x 3 + 20 x 6
     rows = {name: rest.split() for name, rest in re.findall(r"^(\w+) +([-\d].*)$", out, re.MULTILINE)}
-    for name, told in dict(green="1.00 0.91 .. 1.00 0%", pink="0.00 0.00 .. 0.09 0%", sharpness="- - 100%").items():
+    for name, told in dict(green="1.00 0.90 .. 1.00 0%", pink="0.00 0.00 .. 0.10 0%", sharpness="- - 100%").items():
         assert rows[name] == told.split()
     assert rows["half"][0] == "1.00" and 10 < int(rows["half"][4][:-1]) < 50
     share, low, _, high, ties = rows["moody"]  # all pairs of a group agree or none: they are no 180 observations
@@ -217,6 +219,17 @@ def test_intervals_cover(groups, noise, most):
     truth = draw(400_000)[:, 0].mean() / 6
     found = [choose.estimate_share(draw(groups))[1] for _ in range(600)]
     assert 0.92 <= np.mean([low <= truth <= high for low, high in found]) <= most
+
+def test_intervals_cover_where_groups_are_unequal():
+    """Late in a run pictures are alike, and a few groups have most pairs: with as many degrees of freedom as groups,
+    intervals covered 88 %."""
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(600):
+        pairs, right = rng.choice([1] * 6 + [7], 20), rng.random(20) < 0.5
+        low, high = choose.estimate_share(np.stack([pairs * right, pairs * ~right], 1))[1]
+        hits += low <= 0.5 <= high
+    assert 0.92 < hits / 600 < 0.985, hits
 
 def test_few_groups_have_no_interval():
     """One group printed 0.67 .. 0.67. Groups of ties alone say nothing."""

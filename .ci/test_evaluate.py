@@ -199,6 +199,12 @@ def test_no_score_is_lost(run, monkeypatch):
             call_evaluate(f"mine --steps 0 --seed {seed} {WORDS}")
         assert json.loads(Path(file).read_text())["seed"] == seed
 
+@pytest.mark.parametrize("curve", ["nowhere/curve.png", "curve.xyz"])
+def test_a_curve_that_cannot_be_written(run, curve):
+    """A traceback in the place of where the scores are."""
+    code, out, error = run("evaluate", f"a {WORDS} --curve {curve}")
+    assert code == 2 and "not all was written: " in error and error.count("\n") == 1
+
 def call_evaluate(flags):
     """Its functions are those that are imported here."""
     with mock.patch.object(sys, "argv", ["evaluate.py", *flags.split()]):
@@ -240,6 +246,8 @@ green.relative = True
     assert measure([cyan, red], first=[red, red])["green"] == [3, 0]
     assert measure([red, red], first=[cyan, red])["green"] == [-1.5, -1.5]
     assert "evaluate two or more" in run("evaluate", f"judged {WORDS} --steps 2")[2]
+    relative = f"judged {WORDS} --reward relative.py:green --curve curve.png"
+    assert run("evaluate", relative)[0] == 0 and not Path("curve.png").exists()  # no curve is of it: a traceback
 
 def test_runs_of_two_seeds(run):
     """Each on its own base weights: on another's it would be another model. Prompts of ours are read by our function:
@@ -262,7 +270,7 @@ def test_held_out_prompts_are_drawn_in_parts(run, monkeypatch):
 
 # --- While a run goes on ------------------------------------------------------------------------------------
 def read(run):
-    return [json.loads(line) for line in Path(run, "evaluation.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in Path(run, "evaluation.jsonl").read_text().splitlines() if line]
 
 FOLLOW = f"--follow {WORDS} --samples"
 
@@ -332,7 +340,7 @@ def test_two_followers_and_kills(run):
         [process.kill() for process in pair]
         [process.join() for process in pair]
         assert file.read_text().count("\n") < 41
-        file.write_text(file.read_text() + '{"step": 4')
+        file.write_text(file.read_text() + '\n{"step": 4')
     pair = start_two()
     [process.join() for process in pair]
     assert [process.exitcode for process in pair] == [0, 0]
@@ -446,6 +454,8 @@ def test_a_run_that_was_moved(source, name, run, glm):
     (f"evaluate a {WORDS} --steps 0 7", "a: only has weights of steps [0, 2, 3]"),
     ("evaluate notebook", "notebook: its reward, bright(), cannot be loaded here; type --reward"),
     ("evaluate a b --follow", "--follow: follows one run"), (f"evaluate --follow {ALONE}", "alone: is an adapter"),
+    ("evaluate a --follow --curve x.png", "without --steps and --curve"),
+    (f"evaluate a/adapter_00003 {WORDS} --steps 2", "adapter_00003: is one adapter"),
     ("evaluate editor", "--prompts: type a file of lines"), ("evaluate a --samples 33", "--samples: must be 2 to 32"),
     ("evaluate alone", "alone: is of another model than GLM-Image; type --wrapper"),
     (f"evaluate a {WORDS} --seed 17982163893102248868", "--seed: must be 0 to 2**40"),

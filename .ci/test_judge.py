@@ -1,6 +1,6 @@
 """Tests of examples/judge.py and of the rewards that it serves: real requests to a server on the loopback, which is as
 strict as those of OpenAI's protocol (stand_in.py). What it answers depends on the green of the pictures."""
-import email.utils, socket, time, warnings
+import email.utils, os, signal, socket, threading, time, warnings
 
 import pytest
 from PIL import Image
@@ -55,7 +55,7 @@ def test_ratings(server, told, answer, rating):
     """The first number was taken: of a thought, of the scale, of 85 and -3. Another picture's answer can be read."""
     server.says = {0: answer, 9: "2"}
     assert rewards.judge(paint(0, 9), ["a {fox}", "an owl"]) == [rating or 0, 2]
-    assert [text[:30] for text in told()] == ["judge cannot read this answer:"] * (rating is None)
+    assert told() == [f"judge cannot read 1 of 2 answers, such as {answer or ''!r}"] * (rating is None)
     asked = {text: find_greens(pictures) for text, *pictures in server.asked}
     text = "Does the picture show this: {}? Answer with one number, 0 (no) to 10 (yes)."
     assert asked == {text.format("a {fox}"): [0], text.format("an owl"): [9]}
@@ -76,7 +76,7 @@ def test_winners(server, told, answer, win):
     wins = rewards.compare(paint(0, 9, 1, 2), ["fox", "fox", "owl", "owl"])
     first = (0.5 if win is None else win) / 2 + 0.25
     assert wins == [first, 1 - first, 0.5, 0.5]
-    assert [text[:32] for text in told()] == ["compare cannot read this answer:"] * (win is None)
+    assert told() == [f"compare cannot read 1 of 4 answers, such as {answer or ''!r}"] * (win is None)
 
 def test_compare_by_hand(server):
     """A picture was compared with those of another prompt, or its place among the two decided."""
@@ -93,15 +93,23 @@ def test_compare_by_hand(server):
     assert rewards.compare(paint(10, 30, 20), "aaa") == [0.5] * 3
 
 @pytest.mark.parametrize("change", [
-    {"message": {"role": "assistant", "content": "I see 3 foxes and"}, "finish_reason": "length"},
+    *[{"message": {"role": "assistant", "content": "I see 3 foxes and"}, "finish_reason": reason}
+      for reason in ("length", "content_filter", "error")],
     {"message": {"role": "assistant", "content": None, "refusal": "I cannot help"}}])
 @pytest.mark.parametrize("name", ["judge", "compare", "yes"])
 def test_no_answer_can_be_read(server, name, change):
     """All rewards were equal in every step, for hours. Cut off, a thought without a tag would look like a rating."""
     server.says, server.change = lambda text, pictures: "8", change
-    with pytest.warns(UserWarning, match=f"{name} cannot read this answer: "):
-        with pytest.raises(judge.BadInput, match=f"^JUDGE_URL=.* {name} can read none of . answers, such as 'I "):
-            getattr(rewards, name)(paint(0, 9), ["a fox"] * 2)
+    with pytest.raises(judge.BadInput, match=f"^JUDGE_URL=.* {name} can read none of . answers, such as 'I "):
+        getattr(rewards, name)(paint(0, 9), ["a fox"] * 2)
+
+def test_what_cannot_be_read_is_told_each_time(server):
+    """Python shows an equal warning once: half of a step's ratings were 0, in each step, after one line in the first."""
+    server.says = {0: "", 9: "8"}
+    with warnings.catch_warnings(record=True) as caught:
+        for _ in range(3):
+            assert rewards.judge(paint(0, 9), ["a fox"] * 2) == [0, 8]
+    assert len(caught) == 3
 
 # --- Likelihoods --------------------------------------------------------------------------------------------
 DIGITS = {"8": 0.5, "7": 0.3, "10": 0.1, "I": 0.1}
@@ -130,19 +138,19 @@ def test_rating_is_an_expectation(server, pieces, rating, are_hidden):
 
 @pytest.mark.parametrize("answer, chance", [
     ([("<think>no</think>", {"<think>no</think>": 1}), ("Yes", {"Yes": 0.5, "yes": 0.1, "No": 0.3})], 0.6),
-    ([("No", {"No": 0.9, " yes": 0.05})], 0.05), ("No.", 0), ("Yes", 1), ("yes or no", 0),
+    ([("No", {"No": 0.9, " yes": 0.05})], 0.05), ([("▁Yes", {"▁Yes": 0.6, "ĠNo": 0.3})], 0.6), ("No.", 0), ("Yes", 1), ("yes or no", 0),
     ([('"Yes', {'"Yes': 0.9})], 1), ([("<answer>Yes", {"<answer>Yes": 1})], 1),  # a token with more than the word
     ([("Yes", {"No": 0.4})], 1), ([("Yes", {"YES": 0.9, "yes": 0.15})], 1)])  # its own chance is not told; rounding
 def test_yes_is_a_probability(server, told, answer, chance):
     """As VQAScore takes it: not divided by P(yes) + P(no); in whatever case the token is. A yes was worth 0."""
     server.says = {0: answer, 9: "yes"}
     assert rewards.yes(paint(0, 9), ["a fox"] * 2) == pytest.approx([chance, 1])
-    assert told() == ["yes cannot read this answer: 'yes or no'"] * (answer == "yes or no")
+    assert told() == ["yes cannot read 1 of 2 answers, such as 'yes or no'"] * (answer == "yes or no")
     assert server.asked[0][0] == 'Does this figure show "a fox"? Please answer yes or no.'
 
 @pytest.mark.parametrize("change, score", [
     ({"message": {"content": [{"type": "thinking", "thinking": "9"}, {"type": "text", "text": "8"}]}}, 8),
-    ({"message": {"content": 8}}, 0), ({"message": {"content": None, "refusal": ["no"]}}, 0),
+    ({"message": {"content": 8}}, 0), ({"message": {"content": None, "refusal": ["no"]}}, 0), ({"message": None}, 0),
     *[({"logprobs": each}, 8) for each in (
         [], {"content": "8"}, {"content": [{}]}, {"content": [{"token": "8", "top_logprobs": {"8": -0.1}}]},
         {"content": [{"token": "8", "top_logprobs": [{"token": "8", "logprob": None}]}]},
@@ -161,6 +169,11 @@ def test_a_model_that_refuses_settings(server, refused):
     """Some give no likelihoods, and some no other temperature than their own: HTTP 400."""
     server.says, server.refused = {0: [("8", DIGITS)]}, refused
     assert rewards.judge(paint(0), ["a fox"]) == [8]
+
+def test_a_server_that_gives_few_likelihoods(server):
+    """vLLM gives five, if it is not started for more: `yes` was 0 or 1, and ratings were whole."""
+    server.says, server.most = {0: [("8", DIGITS)]}, 5
+    assert rewards.judge(paint(0), ["a fox"]) == [pytest.approx((8 * 5 + 7 * 3 + 10) / 9)]
 
 # --- Edits --------------------------------------------------------------------------------------------------
 def test_edits_are_shown_with_their_source(server):
@@ -186,8 +199,11 @@ def test_addresses(server, monkeypatch, end):
     monkeypatch.setenv("JUDGE_URL", server.address.replace("127.0.0.1", "localhost") + end)
     server.says = {0: "8"}
     assert rewards.judge(paint(0), ["a fox"]) == [8]
-    assert judge.find_endpoint("https://h/api/paas/v4/")[0] == "https://h/api/paas/v4/chat/completions"
-    assert judge.find_endpoint("https://v1.h:80/openai")[0] == "https://v1.h:80/openai/v1/chat/completions"
+    for typed, asked in (("https://h/api/paas/v4/", "https://h/api/paas/v4/chat/completions"),
+                         ("https://v1.h:80/openai", "https://v1.h:80/openai/v1/chat/completions"),
+                         ("https://h/inference/chat/completions", "https://h/inference/chat/completions"),
+                         ("https://h/a/chat/completions?api-version=1", "https://h/a/chat/completions?api-version=1")):
+        assert judge.find_endpoint(typed)[0] == asked
 
 def test_a_proxy_is_used_for_others(server, monkeypatch):
     """Many machines reach other hosts through one only."""
@@ -196,6 +212,10 @@ def test_a_proxy_is_used_for_others(server, monkeypatch):
         rewards.judge(paint(0), ["a fox"])
     monkeypatch.setenv("http_proxy", server.address)  # which knows no such path
     with pytest.raises(judge.BadInput, match="HTTP 404: .*Not Found: http://judge.invalid:8000/v1/chat/completions"):
+        rewards.judge(paint(0), ["a fox"])
+    monkeypatch.delenv("http_proxy")
+    monkeypatch.setenv("JUDGE_URL", "http://judge..invalid:8000")
+    with pytest.raises(judge.BadInput, match="label"):  # a UnicodeError
         rewards.judge(paint(0), ["a fox"])
 
 @pytest.mark.parametrize("key", ["sk-sesame\n", "0", "8", "e", "token", "content"])
@@ -219,15 +239,16 @@ def test_the_key_reaches_nobody_else(server, monkeypatch, capfd, key, message):
     assert "sk-" not in str(caught.value) + str(capfd.readouterr())
 
 @pytest.mark.parametrize("trouble, told", [
-    *[(status, f"HTTP {status}: .*trouble") for status in (408, 429, 500, 503, 529)],
-    *[(body, "a reply without an answer: ") for body in (
-        b'{"error": {"code": 429}}', b'{"choices": [{"message": {"content": "8"', b"<html>", b"[]")]])
+    *[(status, f"HTTP {status}: .*trouble") for status in (408, 409, 425, 429, 500, 503, 529)],
+    *[(body, "judge can read none of 1 answers, such as 'HTTP 200: ") for body in (
+        b'{"error": {"code": 429}}', b'{"choices": [{"message": {"content": "8"', b"<html>", b"[]", b'{"choices": []}')]])
 def test_three_tries(server, trouble, told):
     """One 503 ended a run of days; a relay may say so, or break off, after a status of 200. The third of three is an
-    error, and is told in one line."""
+    error, and is told in one line; after a 200 it is an answer that cannot be read."""
     server.says, server.troubles = {0: "8"}, [(trouble, {})] * 2
     assert rewards.judge(paint(0), ["a fox"]) == [8] and server.requests == 3
     server.troubles = [(trouble, {})] * 3
+    judge.READ.clear()
     with pytest.raises(judge.BadInput, match=f"^JUDGE_URL={server.address} JUDGE_MODEL=any: {told}"):
         rewards.judge(paint(0), ["a fox"])
     assert server.requests == 6
@@ -265,12 +286,13 @@ def test_a_server_that_is_silent_or_down(monkeypatch, server):
     with pytest.raises(judge.BadInput, match=r"^JUDGE_URL=\S+ JUDGE_MODEL=any: .*refused"):
         rewards.judge(paint(0), ["a fox"])
 
-def test_a_prompt_or_a_picture_that_is_always_refused(server, told):
+@pytest.mark.parametrize("status", [400, 403, 451])
+def test_a_prompt_or_a_picture_that_is_always_refused(server, told, status):
     """A filter refuses it at each --resume, too. evaluate.py asks prompt by prompt: it ended, and all that was drawn
     was lost. A server from which nothing can be read any more ends a run, later."""
-    server.says = lambda text, pictures: 400 if find_greens(pictures) != [9] else "8"
+    server.says = lambda text, pictures: status if find_greens(pictures) != [9] else "8"
     assert rewards.judge(paint(0, 9), ["a fox"] * 2) == [0, 8]
-    assert "cannot read this answer: 'HTTP 400: " in told()[0] and "not allowed" in told()[0]
+    assert f"cannot read 1 of 2 answers, such as 'HTTP {status}: " in told()[0] and "not allowed" in told()[0]
     for i in range(judge.MANY):  # in a row
         assert rewards.judge(paint(10 + i), ["an owl"]) == [0]
     with pytest.raises(judge.BadInput, match=f"judge can read none of {judge.MANY + 1} answers"):
@@ -280,8 +302,10 @@ def test_a_prompt_or_a_picture_that_is_always_refused(server, told):
     ("JUDGE_MODEL", "other", "HTTP 404: .*The model other does not exist"),
     ("JUDGE_MODEL", "", "JUDGE_MODEL: is not set"), ("JUDGE_URL", "", "JUDGE_URL: is not set"),
     ("JUDGE_URL", "127.0.0.1:80", "must begin with http"), ("JUDGE_URL", "http://", "must begin with http"),
-    ("JUDGE_URL", "http://:8000", "and a host"), ("JUDGE_URL", "http://[::1", "Invalid IPv6"),
-    ("JUDGE_URL", "http://127.0.0.1:port", "Port could not be cast")])
+    ("JUDGE_URL", "http://:8000", "must have a host"), ("JUDGE_URL", "http://[::1", "Invalid IPv6"),
+    ("JUDGE_URL", "http://127.0.0.1:port", "Port could not be cast"),
+    ("JUDGE_URL", "http://me:sesame@127.0.0.1", "no password"), ("JUDGE_URL", "http://h/v1\u200b", "must begin"),
+    ("JUDGE_URL", "http://h:port?key=sesame", "Port could not be cast")])
 def test_wrong_settings(run, monkeypatch, server, name, value, message):
     """One line, without a traceback; the program asks one question, to try them."""
     server.says = {0: "8"}
@@ -290,3 +314,19 @@ def test_wrong_settings(run, monkeypatch, server, name, value, message):
     monkeypatch.setenv(name, value)
     code, out, error = run("judge", "fox.png fox")
     assert code == 2 and not out and message.split(": .*")[-1] in error and error.count("\n") == 1
+    assert "sesame" not in error
+
+def test_ctrl_c_does_not_wait_for_the_judge(server, monkeypatch):
+    """It waited for up to three timeouts of five minutes, as Python waits for the threads of an executor."""
+    begun, goes_on, answered = threading.Event(), threading.Event(), threading.Event()
+    server.says = lambda text, pictures: begun.set() or goes_on.wait(20) or answered.set() or "8"
+
+    def interrupt():
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        rewards.judge(paint(0), ["a fox"])
+    assert not answered.is_set()
+    goes_on.set()

@@ -43,13 +43,14 @@ def test_each_sheet_is_cut_by_its_own_width(run, mine):
     assert film.size == (800, 600) and [film.getpixel((700, y)) for y in (430, 560)] == [BLUE, (211, 211, 211)]
     assert [pair.getpixel((275, y)) for y in (250, 440, 550, 617, 680)] == [RED, WHITE, WHITE, RED, WHITE]
 
-@pytest.mark.parametrize("size, is_cut", [((64, 64), False), ((96, 32), True)])
-def test_a_prompt_that_was_taken_out(run, tmp_path, size, is_cut):
-    """Three pictures became one for one prompt. Pictures of another shape are of an earlier size."""
-    folder = make_run(tmp_path / "mine", prompts="red\n", sizes={0: size})
+@pytest.mark.parametrize("prompts, size, is_cut", [
+    ("red\n", (64, 64), False), ("red\n", (96, 32), True), ("red\nblue\n" * 3, (64, 64), False)])
+def test_a_prompt_that_was_taken_out_or_added(run, tmp_path, prompts, size, is_cut):
+    """Three pictures became one for one prompt, or six. Pictures of another shape are of an earlier size."""
+    folder = make_run(tmp_path / "mine", prompts=prompts, sizes={0: size})
     (folder / "config.json").write_text(json.dumps(dict(steps=2, save_every=2, width=64, height=64)))
     code, out, error = run("plot", "mine --film film.png")
-    assert (code == 0) == is_cut and ("it has not the pictures of 1 prompts" in error) != is_cut, error
+    assert (code == 0) == is_cut and (f"it has not the pictures of {prompts.count(chr(10))} prompts" in error) != is_cut, error
 
 def test_words_are_those_of_the_run(run, tmp_path):
     """They were those of --prompts, which is edited later, or of prompts.txt for a notebook and for sft.py; a prompt
@@ -129,7 +130,7 @@ def test_what_is_damaged_is_told(run, mine):
         code, out, error = run("plot", "mine --film film.png")
         assert code == 0 and error == "mine/samples_00002.png: passed over, as it is not whole\n", out
         assert Image.open("film.png").size == (800, 400)
-    log.write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": null}')
+    log.write_text('{"step": 1, "loss": 1}\n\n{"step": 2, "loss": null}')
     assert run("plot", "mine --curve curve")[1] == "mine  loss: first step 1.000, last nan\nloss: curve\n"
     assert Image.open("curve").format == "PNG"
     for text, told in (("<<<<\n" + log.read_text(), "mine/metrics.jsonl, line 1: "), ("", "mine: has no step yet"),

@@ -37,7 +37,7 @@ STATE = dict(version=time.time_ns() // 1000, groups=[], orders=[], picked=[])
 
 def choose(images, prompts, targets):
     """Identical pictures are shown once, and score alike. If all are identical, nobody is asked."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # the others would give up after half an hour
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # the others would give up after half an hour
         sys.exit("choose.py asks one person, in one process: start grpo.py without torchrun")
     names = [hashlib.sha256(image.tobytes()).hexdigest() + ".png" for image in images]
     size = read_run()[0]
@@ -79,8 +79,8 @@ def ask(groups, images):
         *lines, cut = file.read().split(b"\n")
         file.truncate(file.tell() - len(cut))  # a kill may leave a part of a row, or zeros
         # A step made again after a kill has the same pictures: its choices are the last rows.
-        rows = lines[-len(groups):] if "RUN" in os.environ else []
-        rows = [json.loads(row) for row in rows]
+        rows = [json.loads(line) for line in lines if line.strip()] if "RUN" in os.environ else []
+        rows = rows[-len(groups):]
         known = [row | dict(order=[]) for row in rows] == groups
         STATE.update(groups=groups, orders=[row["order"] for row in rows if known], picked=[],
                      version=STATE["version"] + 1, ratio=image.width / image.height,
@@ -200,14 +200,15 @@ def estimate_share(rows):
     linearisation). With it the interval is Wilson's, which stays within 0..1 and is no point where
     all pairs agree, with a quantile of Student's t (as Dean and Pagano do for surveys, 2015)."""
     rows = rows[rows.sum(1) > 0]  # the others are ties alone
-    groups, pairs = len(rows), rows.sum()
+    sizes, pairs = rows.sum(1), rows.sum()
     share = rows[:, 0].sum() / pairs
-    if groups < 5:
+    if len(rows) < 5:
         return share, None
-    squares = np.square(rows[:, 0] - share * rows.sum(1)).sum()
+    groups = max(2, pairs**2 / np.square(sizes).sum())  # a few large ones count like a few
+    squares = np.square(rows[:, 0] - share * sizes).sum()
     # Ten groups often lack the one in ten in which the reward is all wrong, and look too much
     # alike. So a quarter of a group in which all pairs agree is added, and one in which none does.
-    squares += (pairs / groups) ** 2 * ((1 - share) ** 2 + share**2) / 4
+    squares += np.square(sizes).mean() * ((1 - share) ** 2 + share**2) / 4
     variance = groups / (groups - 1) * squares / pairs**2
     n = min(share * (1 - share) / variance, pairs) or groups  # 0, where all pairs agree
     t = find_t(groups - 1)

@@ -155,8 +155,9 @@ def follow(args):
 
 def start_following(args):
     """-> run, prompts, targets, rewards."""
-    if len(args.runs) > 1 or args.steps or args.every < 1:
-        raise grpo.BadInput("--follow: follows one run, without --steps; --every is at least 1")
+    if len(args.runs) > 1 or args.steps or args.curve or args.every < 1:
+        raise grpo.BadInput("--follow: follows one run, without --steps and --curve; --every is at "
+                            "least 1")
     path = args.runs[0]
     if Path(path, "adapter_config.json").is_file():
         raise grpo.BadInput(f"--follow {path}: is an adapter; type the folder of its run")
@@ -202,7 +203,7 @@ def claim(run, step, settings):
         end = text.rfind(b"\n") + 1
         file.truncate(end)  # a line that a kill has cut
         rows = [grpo.attempt(f"{path}, line {number}", json.loads, line)
-                for number, line in enumerate(text[:end].splitlines(), start=1)]
+                for number, line in enumerate(text[:end].splitlines(), start=1) if line.strip()]
         for row in rows[-1:]:
             if row["settings"] != settings:
                 raise grpo.BadInput(f"{path}: was written with other settings, {row['settings']}; "
@@ -257,9 +258,12 @@ def compare(args):
                 if name not in relative]
     print_best([*chosen], results, absolute)
     print_agreement([*chosen][0], results[0], absolute)
-    if args.curve:
-        draw_best(args.curve, [*chosen], results, absolute)
-    if isinstance(written, OSError):
+    try:
+        if args.curve and absolute:
+            draw_best(args.curve, [*chosen], results, absolute)
+    except (OSError, ValueError) as error:  # such as no folder, or a format that is none
+        written = error
+    if isinstance(written, Exception):
         fail(f"not all was written: {written}")
     print(f"\n{written}")
 

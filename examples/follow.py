@@ -23,7 +23,8 @@ def read_rows(run, name="metrics.jsonl"):
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
+            if line.strip():
+                rows.append(json.loads(line))
         except ValueError as error:
             if number < len(lines):
                 fail(f"{path}, line {number}: {error}")

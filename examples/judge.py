@@ -8,8 +8,8 @@ and `compare` of rewards.py. docs/rewards.md has the details.
 The server speaks OpenAI's protocol, as vLLM, SGLang and most companies do. Its key, if it wants
 one, is read from JUDGE_KEY.
 """
-import argparse, base64, collections, concurrent.futures, email.utils, http.client, io, itertools
-import json, math, os, re, sys, time, urllib.parse, urllib.request, warnings
+import argparse, base64, collections, email.utils, http.client, io, itertools, json, math
+import multiprocessing.pool, os, re, sys, time, urllib.parse, urllib.request, warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
@@ -17,18 +17,23 @@ from grpo import BadInput, attempt, open_image
 
 WAITS = [2, 10]  # seconds after a first and after a second try that failed
 TIMEOUT = 300  # seconds without a word from the server; a model that thinks may take minutes
-# What is asked for with each question. Some models refuse log-probs, and some also any temperature
-# but their own; those get the next line.
-EXTRAS = [dict(temperature=0, logprobs=True, top_logprobs=20), dict(temperature=0), {}]
+# What is asked for with each question. Some servers give fewer log-probs, some models refuse them,
+# and some also any temperature but their own; those get the next line.
+EXTRAS = [dict(temperature=0, logprobs=True, top_logprobs=20),
+          dict(temperature=0, logprobs=True, top_logprobs=5), dict(temperature=0), {}]
 
 # --- The server ---------------------------------------------------------------
 def find_endpoint(url):
-    """JUDGE_URL is the server's root, or its base URL, with a version -> where to ask, its host."""
-    base = url.strip().rstrip("/").removesuffix("/chat/completions")
-    parts = urllib.parse.urlsplit(base)
+    """JUDGE_URL is the server's root, its base URL, with a version, or the whole address -> where
+    to ask, its host."""
+    url = url.strip().rstrip("/")
+    if not re.fullmatch(r"https?://[!-~]+", url) or "@" in url:
+        raise ValueError("must begin with http:// or https://, and have no password, no space")
+    parts = urllib.parse.urlsplit(url)
     parts.port  # a ValueError if it is no number: no request could say so better
-    version = "" if re.search(r"/v\d", parts.path) else "/v1"
-    return base + version + "/chat/completions", parts.hostname
+    if not parts.path.endswith("/chat/completions"):
+        url += ("" if re.search(r"/v\d", parts.path) else "/v1") + "/chat/completions"
+    return url, parts.hostname
 
 class NoErrors(urllib.request.HTTPErrorProcessor):
     """A reply is a reply, whatever its status. So no redirection is followed, either: it would take
@@ -50,10 +55,9 @@ def make_request(body):
         if not os.environ.get(name):
             raise BadInput(f"{name}: is not set; this reward asks a server, and needs its address "
                            "(JUDGE_URL=http://127.0.0.1:8000) and the name of its model")
-    name = f"JUDGE_URL={os.environ['JUDGE_URL']}"
-    url, host = attempt(name, find_endpoint, os.environ["JUDGE_URL"])
-    if not host or not re.match("https?://", url):
-        raise BadInput(f"{name}: must begin with http:// or https:// and a host")
+    url, host = attempt(tell_server(), find_endpoint, os.environ["JUDGE_URL"])
+    if not host:
+        raise BadInput(f"{tell_server()}: must have a host")
     headers = {"Content-Type": "application/json"}
     if read_key():
         headers["Authorization"] = f"Bearer {read_key()}"
@@ -75,9 +79,9 @@ def send(body):
                 status, text = reply.status, reply.read().decode("utf-8-sig", "replace")
                 wanted = reply.headers.get("Retry-After", "")
                 moved = reply.headers.get("Location") if 300 <= status < 400 else None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
             status, text, wanted = None, str(error) or repr(error), ""
-        if status and status < 500 and status not in (408, 429) and (
+        if status and status < 500 and status not in (408, 409, 425, 429) and (
                 status != 200 or read_choice(text)):
             break
         if seconds is not None:
@@ -85,10 +89,11 @@ def send(body):
     return status, f"moved to {moved}: type this address" if status and moved else text
 
 def read_choice(reply):
-    """The text of a reply -> what the model says, one of the protocol's `choices`, or None."""
+    """The text of a reply -> what the model says, one of the protocol's `choices`, or None. What a
+    filter has stopped may have no message."""
     try:
         choice, *_ = json.loads(reply)["choices"]
-        choice["message"].get("content")
+        choice["message"] = dict(choice.get("message") or {})
         return choice
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
@@ -106,8 +111,12 @@ def hide_key(text):
     """Of what is printed: some servers repeat the key."""
     return text.replace(read_key() or "\0", "$JUDGE_KEY")
 
+def tell_server():
+    """Without what may be secret in an address: a password, or a key behind the ?."""
+    return "JUDGE_URL=" + re.sub("//.*@", "//..@", os.environ["JUDGE_URL"].partition("?")[0])
+
 def fail(text):
-    raise BadInput(f"JUDGE_URL={os.environ['JUDGE_URL']} JUDGE_MODEL={os.environ['JUDGE_MODEL']}: "
+    raise BadInput(f"{tell_server()} JUDGE_MODEL={os.environ['JUDGE_MODEL']}: "
                    f"{hide_key(text):.500}")
 
 def post(question):
@@ -117,33 +126,34 @@ def post(question):
     content += [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     for extra in EXTRAS:
         status, reply = send({"messages": [{"role": "user", "content": content}], **extra})
-        if status not in (400, 422):
+        if status not in (400, 403, 422):
             break
-    if status in (400, 413, 422):
-        # Such as a picture that a filter rejects. As an error it would end the run again at each
-        # --resume, so it counts as an answer that cannot be read.
-        return {"message": {"refusal": f"HTTP {status}: {reply}"}}
-    if status != 200:
+    if status not in (200, 400, 403, 413, 422, 451):
         fail(f"HTTP {status}: {reply}" if status else reply)
-    return read_choice(reply) or fail(f"a reply without an answer: {reply}")
+    # What a filter rejects would, as an error, end the run again at each --resume. So it counts as
+    # an answer that cannot be read.
+    choice = read_choice(reply) if status == 200 else None
+    return choice or {"message": {"refusal": f"HTTP {status}: {reply}"}}
 
 READ = set()  # rewards that could read an answer
 UNREAD = collections.Counter()  # answers that they could not read, in a row
 MANY = 50  # such answers end a run; of one prompt all may be refused, and evaluate.py asks for each
+CUT = ("length", "content_filter", "error", "abort")  # reasons to end amid an answer
 
 def ask(name, questions, read):
     """-> {question: what `read` makes of its answer, or None}. Eight questions are asked at a time,
     and equal ones once. If no answer could ever be read, or MANY in a row could not, that is an
     error: all rewards would be equal, for hours."""
     questions = list(dict.fromkeys(questions))
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        choices = list(pool.map(post, questions))
+    with multiprocessing.pool.ThreadPool(8) as pool:  # Ctrl-C and an error end it at once
+        choices = list(pool.imap(post, questions))
     found = {}
+    unread = []
     for question, choice in zip(questions, choices):
         content = read_text(choice["message"])
         said = str(content or choice["message"].get("refusal") or "")
         answer = skip_thoughts(content)
-        if choice.get("finish_reason") == "length":
+        if choice.get("finish_reason") in CUT:
             answer = ""  # what was cut off may be thoughts, and a number in it anything
         found[question] = read_answer(read, answer, choice)
         if found[question] is not None:
@@ -151,10 +161,14 @@ def ask(name, questions, read):
             UNREAD[name] = 0
             continue
         UNREAD[name] += 1
-        told = f"{said!r}" if len(said) < 200 else f"{said[:90]!r} .. {said[-90:]!r}"
-        warnings.warn(f"{name} cannot read this answer: {hide_key(told)}")
+        unread.append(f"{said!r}" if len(said) < 200 else f"{said[:90]!r} .. {said[-90:]!r}")
     if UNREAD[name] > (MANY if name in READ else 0):
-        fail(f"{name} can read none of {UNREAD[name]} answers, such as {told}")
+        fail(f"{name} can read none of {UNREAD[name]} answers, such as {unread[-1]}")
+    if unread:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")  # by default, an equal one is shown once
+            warnings.warn(f"{name} cannot read {len(unread)} of {len(questions)} answers, such as "
+                          f"{hide_key(unread[0])}")
     return found
 
 def read_text(message):
@@ -220,11 +234,15 @@ def find_tokens(answer, place, tokens):
     skipped = sum([end <= start + place for end in ends])
     return tokens[skipped:] if start >= 0 else []
 
+def strip(token):
+    """Without its space, which some servers leave as the tokenizer writes it."""
+    return token.strip(" \n\t▁Ġ")
+
 def find_chances(token):
     """-> {text: probability} of the likeliest tokens in this one's place."""
     chances = collections.Counter()
     for other in token.get("top_logprobs") or []:
-        chances[other["token"].strip().lower()] += math.exp(other["logprob"])
+        chances[strip(other["token"]).lower()] += math.exp(other["logprob"])
     return chances
 
 def expect_rating(rating, tokens):
@@ -232,7 +250,7 @@ def expect_rating(rating, tokens):
     chance; the rating itself, if there are no chances."""
     chances = find_chances(tokens[0]) if tokens else {}
     weights = collections.Counter({value: chances.get(str(value), 0) for value in range(11)})
-    said = tokens[0]["token"].strip() if tokens else ""
+    said = strip(tokens[0]["token"]) if tokens else ""
     if not said.isdecimal() or not weights[int(said)]:
         return rating
     # Where each digit is a token, "1" begins both 1 and 10. After a "1" the next token tells them
@@ -292,7 +310,7 @@ def main():
     try:
         image = attempt(args.picture, open_image, args.picture)
         message = post((args.question, to_url(image)))["message"]
-        print(message.get("content") or message.get("refusal") or message)
+        print(read_text(message) or fail(f"no answer: {message.get('refusal') or message}"))
     except BadInput as error:
         parser.exit(2, f"{parser.prog}: error: {' '.join(str(error).split())}\n")
 

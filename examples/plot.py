@@ -49,7 +49,7 @@ def read_samples(run):
                 continue
             n = count or max(1, sheet.width // read_settings(run)["width"])
             width, rest = divmod(sheet.width, n)
-            if rest or n < count_pictures(sheet, read_settings(run)) <= 8:
+            if rest or n != count_pictures(sheet, read_settings(run)) in range(1, 9):
                 fail(f"{path}: it has not the pictures of {n} prompts, which prompts.txt has")
             samples[int(match[1])] = [
                 sheet.crop((i * width, 0, (i + 1) * width, sheet.height)) for i in range(n)]

@@ -154,12 +154,13 @@ def choose_steps(paths, steps, **typed):
     for path in paths:
         run = open_run(path, **typed)
         there = [*run.weights]
-        if there == [None]:  # the path is that of an adapter
+        if there == [None] and not steps:  # the path is that of an adapter
             chosen[path] = run, None
             continue
         wanted = steps or (there if len(paths) == 1 else there[-1:])
         if not wanted or not {*wanted} <= {*there}:
-            raise grpo.BadInput(f"{path}: only has weights of steps {there}")
+            own = "is one adapter" if there == [None] else f"only has weights of steps {there}"
+            raise grpo.BadInput(f"{path}: {own}")
         for step in wanted:
             name = name_step(run, step)
             chosen[name if len(paths) == 1 else f"{path}, {name}"] = run, step
