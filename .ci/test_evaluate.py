@@ -368,6 +368,15 @@ def test_in_a_pod_they_run_alone(typed, folder):
                           env=os.environ | dict(WORLD_SIZE="16", RANK="3", LOCAL_RANK="3"))
     assert done.returncode == 0 and str(folder / "a") in done.stdout, done.stderr
 
+def test_generate_on_a_full_disk(run, monkeypatch):
+    """A traceback; and with Ctrl-C, too."""
+    for error, told in ((OSError(28, "No space left on device"), "drawn: .*No space"), (KeyboardInterrupt, "Stopped.")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Image.Image, "save", mock.Mock(side_effect=error))
+            code, _, said = run("generate", "a --prompt red --samples 1 --out drawn")
+        assert re.search(told, f"{code}{said}") and "Traceback" not in said
+        shutil.rmtree("drawn")
+
 def test_generate_takes_what_it_is_given(run):
     """A step, an adapter's folder, also outside of its run, and a model without any, in a size of one's own."""
     told, wanted = draw(run, "a --step 2")

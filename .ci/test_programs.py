@@ -40,7 +40,9 @@ def test_report_and_bench(run):
     told = rf"CPU, .*torch {re.escape(torch.__version__)}.*kernels: \d\d.* token, \d\d.* pass, \d\d.*length: all finite"
     assert code == 0 and re.match(told, out, re.DOTALL), error
     assert all(float(gap) < 1e-4 for gap in re.findall(r"sampler_gap (\S+),", out))
-    assert "\n| 2 | " in run("measure", f"bench {SMALL} --groups 2 --repeats 1")[1]
+    bench = run("measure", f"bench {SMALL} --groups 2 --repeats 1")[1]
+    assert "\n| 2 | " in bench and " 0.0 " not in out + bench  # GiB of a GPU that is not there
+    assert "only GLM-Image" in run("measure", f"memory --wrapper {ROOT}/examples/toy.py:Toy")[2]
     assert 0.1 < measure.measure_host() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 @pytest.fixture
@@ -124,6 +126,14 @@ def test_patches_in_pairs(run):
     values = {patch: [float(value) for name, _, *row in changes if name == patch for value in row]
               for patch in ("frac_zero_std", "dr_grpo")}
     assert code == 0 and values["frac_zero_std"] == [0] * 9 and any(values["dr_grpo"]), error
+
+@pytest.mark.parametrize("typed, told", [
+    ("nosuch", "invalid choice: 'nosuch'"), ("dr_grpo --stepz 3", "--stepz"),
+    (f"dr_grpo --wrapper {ROOT}/examples/toy.py:Toy", "GLM-Image alone")])
+def test_what_is_not_compared(run, typed, told):
+    """Two tracebacks; and the tiny GLM-Image was trained with the settings of the toy, in silence."""
+    code, out, error = run("experiments.compare_patches", typed)
+    assert code == 2 and told in error.splitlines()[-1] and not out
 
 @pytest.mark.parametrize("seed", range(3))
 def test_toy_learns_from_nothing(run, seed):

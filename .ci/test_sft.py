@@ -1,6 +1,7 @@
 """Tests of examples/sft.py, which learns the codes of pictures: identities mostly, and what its command refuses."""
 from importlib.machinery import PathFinder
 from pathlib import Path
+from unittest import mock
 
 import pytest, torch
 import torch.nn.functional as F
@@ -120,6 +121,23 @@ def test_a_run_keeps_its_pictures(folder, run, refuse):
     told = refuse("sft", "moved --resume half --steps 6")
     assert told.endswith("azure.png is new, blue.png is missing, red.png has another caption\n")
 
+def test_the_learning_rate_is_the_one_that_is_typed(tmp_path):
+    """A new --lr stood in config.json, and had no effect; nor had the warm-up, ever."""
+    for settings, rate in ((dict(steps=1, lr=1e-2, warmup_steps=4), 1e-2 / 4),
+                           (dict(steps=2, lr=1e-3, resume=str(tmp_path / "run")), 1e-3)):
+        trainer = make_trainer(tmp_path / "run", **settings)
+        trainer.train()
+        assert trainer.optimizer.param_groups[0]["lr"] == rate
+
+def test_ctrl_c_says_how_to_go_on(folder, run, monkeypatch):
+    """It ended in a traceback, and the trainer's own line names grpo.py, which refuses the run."""
+    make_pipe().save_pretrained("seeing")
+    monkeypatch.setattr(grpo.GRPOTrainer, "update_weights", mock.Mock(side_effect=KeyboardInterrupt))
+    code, _, error = run("sft", "pictures --model seeing --width 32 --height 64 --out run")
+    assert code == 1
+    assert error.splitlines()[-2:] == [
+        "Stopped.", f"To go on: python -m examples.sft 'pictures' --resume '{Path('run').absolute()}'"]
+
 def test_no_run_of_another_trainer(folder, refuse, run):
     """grpo.py would go on with a reward of its own (transformers#18070), sft.py with a run of grpo.py."""
     make_trainer("run", steps=1).train()
@@ -133,7 +151,7 @@ def test_no_run_of_another_trainer(folder, refuse, run):
     ("red.txt", "a fox", "alone", "needs two pictures or more"), ("red.png", "cut", "pictures", "red.png: "),
     ("red.txt", "a fox", f"pictures --wrapper {ROOT}/examples/toy.py:Toy", "sft.py trains GLM-Image only"),
     ("a.txt", "a fox", "pictures", "a.txt: there is no picture beside it"),
-    ("a.png", "", "pictures", "and a.txt is missing"), ("red.txt", "\n", "pictures", "and red.txt is empty"),
+    ("a.png", "", "pictures", "and a.png has no a.txt"), ("red.txt", "\n", "pictures", "and red.txt is empty"),
     ("red.txt", "# red", "pictures", "red.txt begins with #"), ("a\nb.png", "", "pictures", "a\\nb.png': rename it"),
     ("caf\udce9.png", "", "pictures", "caf\\udce9.png': rename it")])  # a zip from Windows; prompts.txt is UTF-8
 def test_bad_input_is_one_line(folder, refuse, name, text, typed, told):

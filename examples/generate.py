@@ -165,7 +165,7 @@ def add_maps(rows, changes, prompts, wrapper, out):
         maps = [draw_map(values, limit, grid, image.size)
                 for values, image in zip(change, images)]
         for j, picture in enumerate(maps):
-            picture.save(out / f"{i:03}_{j}_change.png")
+            grpo.attempt(out, picture.save, out / f"{i:03}_{j}_change.png")
         paired.append([cell for pair in zip(images, maps) for cell in pair])
     return paired
 
@@ -184,7 +184,7 @@ def generate(args):
     for i, (_, images, change) in enumerate(draw(wrapper, prompts, args.samples, seeds, examine)):
         out = out or make_folder(args.out, run)
         for j, image in enumerate(images):
-            image.save(out / f"{i:03}_{j}.png")
+            grpo.attempt(out, image.save, out / f"{i:03}_{j}.png")
         rows.append(images)
         changes.append(change)
     sheet = [[prompt, grpo.open_image(prompt.source)] if hasattr(prompt, "source") else [prompt]
@@ -202,6 +202,8 @@ def main(args):
         generate(args)
     except grpo.BadInput as error:
         report(error)
+    except KeyboardInterrupt:
+        sys.exit("Stopped.")
 
 if __name__ == "__main__":
     main(ARGS)

@@ -86,6 +86,8 @@ def choose_frozen(path, config, own):
     if config.resume and is_whole(frozen):
         # The run was trained over an adapter or, if --model is typed again, a model lies there now.
         is_model = not os.path.isabs(path) or Path(path, "model_index.json").is_file()
+        if not is_model:  # it keeps its other half, whatever run is typed
+            config.model = read_json(Path(config.resume, "config.json"))["model"]
         base = path if is_model else read_adapter_config(frozen, "base_model_name_or_path")
         return base, frozen
     halves = find_halves(path)
@@ -152,7 +154,7 @@ def publish(path, out):
         raise grpo.BadInput(f"{path}: has an adapter of one half only; flow.py trains the other")
     grpo.attempt(f"--out {out}", out.mkdir, parents=True)
     for name, layers in (("ar", AR_LAYERS), ("dit", DIT_LAYERS)):
-        shutil.copytree(adapters[layers], out / name)
+        grpo.attempt(f"--out {out}", shutil.copytree, adapters[layers], out / name)
         file = out / name / "adapter_config.json"
         file.write_text(json.dumps(read_json(file) | dict(base_model_name_or_path=model)))
     names = dict(height="height", width="width", decode_steps="num_inference_steps",

@@ -420,6 +420,8 @@ PHASES = dict(sample="a token", decode="a DiT pass", update="a micro-batch of on
 def measure_memory(args):
     """Tables of docs/figures.md: GiB with --offload on / off, and counts of the last row."""
     Wrapper = grpo.import_name(args.wrapper)
+    if not issubclass(Wrapper, grpo.GLMImageWrapper):
+        raise grpo.BadInput(f"--wrapper {args.wrapper}: only GLM-Image's memory is counted")
     _, gpu = imagine_real(Wrapper, grpo.Config(offload="off"))
     ar, dit = [size / GIB for size in gpu.sizes.values()]
     print(f"Weights: {ar:.1f} GiB to sample and update, {dit:.1f} to decode.\n")
@@ -500,7 +502,7 @@ def measure_step(trainer, prompts, group_size, show=lambda *row: None):
         seconds, result = clock(function, *args)
         phases[name] = (seconds, torch.cuda.max_memory_allocated() / GIB,
                         torch.cuda.max_memory_reserved() / GIB)
-        show(name, f"{seconds:.2f}", *phases[name][1:])
+        show(name, f"{seconds:.2f}", *(phases[name][1:] if grpo.CUDA else "--"))
         return result
 
     rollout = measure("sample", wrapper.sample, prompts, group_size, seeds)
@@ -615,7 +617,8 @@ def measure_bench(args):
                                   for name in PHASES]
         stock = statistics.median(stocks)
         cells = [f"{x:.3f}" for x in (stock, sample, decode, update)]
-        print_row(group_size, *cells, f"{stock / (sample + decode):.1f}x", peak)
+        print_row(group_size, *cells, f"{stock / (sample + decode):.1f}x",
+                  peak if grpo.CUDA else "-")
 
 # --- What each choice is worth ------------------------------------------------
 def noise_of_its_own(decode, prompts, tokens, seeds):
@@ -680,7 +683,8 @@ def main():
     bench.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8, 16], help="group sizes")
     bench.add_argument("--repeats", type=int, default=3 if grpo.CUDA else 9)
     add("memory", measure_memory).add_argument("--rows", type=int, help="only the first of them")
-    commands.choices["memory"].add_argument("--wrapper", help="such as four_bits.py:GLMImage4Bit")
+    commands.choices["memory"].add_argument(
+        "--wrapper", help="such as examples/four_bits.py:GLMImage4Bit")
     add("edit", measure_edit)
     add("sft", measure_sft)
     add("janus", measure_janus).add_argument("--wrapper", default=f"{janus.__file__}:Janus")

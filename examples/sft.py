@@ -30,7 +30,7 @@ def find_pictures(folder):
     """-> their paths, sorted by name. Names that begin with a dot are the system's own."""
     names = sorted(grpo.attempt(folder, os.listdir, folder))
     files = [Path(folder, name) for name in names if not name.startswith(".")]
-    paths = [path for path in files if path.suffix.lower() in ENDINGS and path.is_file()]
+    paths = [path for path in files if path.suffix.lower() in ENDINGS and not path.is_dir()]
     stems = [nfc(path.stem) for path in paths]
     others = []
     for path in files:
@@ -57,7 +57,7 @@ def read_captions(pictures):
     for picture in pictures:
         path = texts.get(nfc(picture.stem))
         if not path:
-            wrong.append(f"{picture.stem}.txt is missing")
+            wrong.append(f"{picture.name} has no {picture.stem}.txt")
             continue
         captions[picture] = " ".join(grpo.attempt(path, path.read_text, "utf-8-sig").split())
         if not captions[picture]:
@@ -123,7 +123,7 @@ class SFTTrainer(grpo.GRPOTrainer):
     pictures, for prompts.txt."""
     def __init__(self, config, wrapper, captions, codes, paths):
         super().__init__(config, wrapper, captions, {}, paths)  # no rewards
-        config.reward = REWARD
+        self.changes["reward"] = REWARD
         self.codes = codes
         n = max(1, len(codes) // 10)
         self.held_out_rows = torch.arange(n)
@@ -169,6 +169,7 @@ def main():
     if {"-h", "--help"} & {folder, *flags}:
         print(__doc__)  # before the flags
         grpo.parse_args(["--help"])
+    trainer = None
     try:
         if folder.startswith("-") or grpo.WORLD_SIZE > 1:
             raise grpo.BadInput("type the folder of pictures, then flags; it uses one GPU")
@@ -179,10 +180,15 @@ def main():
         captions, pictures, paths = load_pictures(folder, config)
         wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
         codes = encode_pictures(wrapper.pipe, pictures)
-        SFTTrainer(config, wrapper, captions, codes, paths).train()
-    except grpo.BadInput as error:
-        print("sft.py: error:", *str(error).split(), file=sys.stderr)  # on one line
-        sys.exit(2)
+        trainer = SFTTrainer(config, wrapper, captions, codes, paths)
+        trainer.train()
+    except (grpo.BadInput, KeyboardInterrupt) as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        line = "Stopped." if stopped else f"sft.py: error: {' '.join(str(error).split())}"
+        if trainer and trainer.how:
+            line += f"\nTo go on: python -m examples.sft '{folder}' --resume '{trainer.out}'"
+        print(line, file=sys.stderr)
+        sys.exit(1 if stopped else 2)
 
 if __name__ == "__main__":
     main()

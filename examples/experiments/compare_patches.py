@@ -63,7 +63,8 @@ def measure(trainer):
     seeds = range(10**9, 10**9 + len(prompts))
     rollout = trainer.wrapper.sample(prompts, SAMPLES, seeds)
     images = trainer.wrapper.decode(prompts, rollout.tokens, seeds)
-    scores, _ = grpo.compute_rewards(images, rollout.prompts, targets * SAMPLES, trainer.rewards)
+    targets = [target for target in targets for _ in range(SAMPLES)]
+    scores, _ = grpo.compute_rewards(images, rollout.prompts, targets, trainer.rewards)
     groups = scores.view(-1, SAMPLES).numpy()
     best = [weigh_best(group, 8) @ group for group in groups]
     differences = [np.mean(ImageChops.difference(*pair)) / 255
@@ -87,9 +88,16 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False)
-    parser.add_argument("patches", nargs="+", metavar="patch", help="such as max_at_k")
+    stems = sorted(path.stem for path in EXAMPLES.glob("patches/*.patch"))
+    parser.add_argument("patches", nargs="+", metavar="patch", choices=stems,
+                        help=f"of {', '.join(stems)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[*range(9)], help="default: 0 .. 8")
     args, flags = parser.parse_known_args()
+    try:
+        if grpo.parse_args(["--model", grpo.TINY_MODEL, *flags]).wrapper:
+            raise grpo.BadInput("--wrapper: GLM-Image alone is trained")
+    except grpo.BadInput as error:
+        parser.error(error)
     names = ["", *args.patches]
     modules = [load_patched(name) for name in names]
     values = np.zeros((len(names), len(args.seeds), len(MEASURES)))
