@@ -394,8 +394,8 @@ class GRPOTrainer:
         self.prompts = [*prompts]
         self.rewards = load_rewards(config.reward) if rewards is None else rewards
         self.targets = targets or [None] * len(prompts)
-        # What config.json has in another way. No command can load what a notebook made, and each
-        # refuses a name with brackets.
+        # What config.json has in the place of a setting. No command can load what is a notebook's,
+        # and each refuses a name with brackets.
         self.changes = dict(out=None, resume=None)
         if rewards is not None:
             wrong = "rewards: must be {name: (function, weight)}"
@@ -410,7 +410,7 @@ class GRPOTrainer:
             torch.distributed.broadcast_object_list(new)  # the first process names the folder
         self.out = Path(config.resume or config.out or new[0]).absolute()
         self.how = ""  # to go on
-        check_prompts(prompts, self.targets, wrapper)
+        check_prompts(self.prompts, self.targets, wrapper)
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
         if config.adapter and not (self.out / "checkpoint.pt").exists():
@@ -421,7 +421,7 @@ class GRPOTrainer:
     def start(self):
         """Takes over the model, and goes on from the last checkpoint, if there is one."""
         self.wrapper.config = config = self.config
-        settings = json.dumps(vars(config) | self.changes, indent=4)
+        settings = json.dumps(vars(config) | self.changes, indent=4)  # an error leaves no folder
         self.lora.attach()
         if RANK == 0:  # only one process writes, and two new runs never share a folder
             attempt("--out", self.out.mkdir, parents=True, exist_ok=config.resume or self.how)
@@ -456,7 +456,7 @@ class GRPOTrainer:
         with attempt("--out", tempfile.TemporaryDirectory, dir=home) as mark:
             marks = [Path(mark).name]  # the first one's: no cache of a network disk has seen it
             torch.distributed.broadcast_object_list(marks)
-            # NFS remembers for up to a minute that the folder was not there, unless one makes it.
+            # NFS may remember for a minute that the folder was not there, unless one makes it.
             with contextlib.suppress(OSError):
                 self.out.mkdir(parents=True)
             found = (self.out / marks[0]).exists(), self.step, self.prompts, self.config
@@ -469,9 +469,7 @@ class GRPOTrainer:
 
     def load(self, checkpoint, log):
         state = attempt(checkpoint, torch.load, checkpoint, "cpu", weights_only=True)
-        if "step" not in state:
-            raise BadInput(f"--resume: {checkpoint} is of another version of grpo.py")
-        self.step = state["step"]
+        self.step = state.get("step", math.inf)  # other versions had none
         if state["trainer"] != type(self).__name__ or self.step > self.config.steps:
             raise BadInput(f"--resume: {checkpoint} has {self.step} steps of {state['trainer']}, "
                            f"and {self.config.steps} of {type(self).__name__} are asked for")
