@@ -92,7 +92,8 @@ class Config:
         waste hours in silence, or the time in which a model is loaded."""
         for name in "model wrapper adapter prompts out resume".split():
             path = getattr(self, name)
-            if path and (name != "model" or os.path.exists(path)):  # it may be a hub id
+            # A model may be a hub id, and Name() is a notebook's wrapper.
+            if path and path[-1] != ")" and (name != "model" or os.path.exists(path)):
                 setattr(self, name, os.path.abspath(path))
         parts = [part.strip() for part in self.reward.split(",")]
         self.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
@@ -245,10 +246,15 @@ class LoRA:
         self.weights = {}
         self.pairs = {}  # A and B of each linear layer
         self.copies = {}  # of A and B in another dtype
-        # The fast path of nn.TransformerEncoderLayer reads weights without calling the layers.
-        torch.backends.mha.set_fastpath_enabled(False)
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
+                # Another forward would be lost, and torch's encoder layer may not call this one.
+                own = "forward" in vars(linear) and linear not in getattr(model, "adapted", [])
+                owner = model.get_submodule(name.rpartition(".")[0])
+                if (own or type(linear).forward is not nn.Linear.forward
+                        or isinstance(owner, nn.TransformerEncoderLayer)):
+                    raise BadInput(f"--wrapper: {name}, of its lora_layers, must be an nn.Linear "
+                                   "without a forward of its own, called by its owner")
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
                 A = nn.Linear(linear.in_features, rank, bias=False, dtype=torch.float32)
                 A = A.to(DEVICE).weight
@@ -262,13 +268,9 @@ class LoRA:
         """A model has one LoRA at a time: this one takes the place of another trainer's."""
         for linear in getattr(self.model, "adapted", []):
             del linear.forward  # of the other one, which may have had other layers
-        self.model.adapted = []
+        self.model.adapted = [*self.pairs]
         for linear in self.pairs:
-            if getattr(linear.forward, "__func__", None) is not nn.Linear.forward:
-                raise BadInput(f"--wrapper: its lora_layers match a {type(linear).__name__} with a "
-                               "forward of its own, which LoRA's would replace")
             linear.forward = functools.partial(self.forward, linear)
-            self.model.adapted.append(linear)
 
     def forward(self, linear, inputs):
         """In the place of the layer's own. The trap: if 2 B A x is added to a W x that is rounded
@@ -334,7 +336,7 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 
 # To train another kind of model, write a wrapper, and name it: `--wrapper mine.py:MyModel`.
 # examples/toy.py is a small one. It needs
-#   from_pretrained(path, config)  a class method: --model -> a wrapper, each time the same
+#   from_pretrained(path, config)  a class method: --model -> a wrapper, always the same weights
 #   policy       a frozen nn.Module; the trainer adds LoRA to it, and trains nothing else
 #   lora_layers  a regex for the names of its linear layers that get LoRA
 #   encode(prompts)  raises a ValueError if the model cannot read one; its result is not used
@@ -345,9 +347,9 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #       with a gradient, and entropies, without; both [B, T], fp32 and on DEVICE. It may return a
 #       third tensor, the exact KL to the base model, with a gradient, in the place of k3. With
 #       --kl-coef it is called first without gradients and adapters, for the reference.
-# Each layer of `lora_layers` is an nn.Linear, is called as a module, and takes part in every
-# `compute_logprobs`, so no expert that may get no token; its weights and inputs have one dtype.
-# Dropout must be off. `sample` and `decode` turn gradients off.
+# Each layer of `lora_layers` is an nn.Linear, is called as a module in every `compute_logprobs`, be
+# it an expert without a token, and has weights and inputs of one dtype. Dropout must be off.
+# `sample` and `decode` turn gradients off.
 # A trainer sets `wrapper.config` to its own. Optional are `defaults`, {flag: value}; if they name
 # no `model`, `path` means nothing unless --model is typed. And a static method
 # `load_prompts(path)`, in the place of the function far below, which must also read what
@@ -394,14 +396,14 @@ class GRPOTrainer:
         self.prompts = [*prompts]
         self.rewards = load_rewards(config.reward) if rewards is None else rewards
         self.targets = targets or [None] * len(prompts)
-        # What config.json has in the place of a setting. No command can load what is a notebook's,
-        # and each refuses a name with brackets.
+        # These replace settings in config.json. What was made in a notebook is in no file: it gets
+        # a name with (), which no command can load.
         self.changes = dict(out=None, resume=None)
         if rewards is not None:
             wrong = "rewards: must be {name: (function, weight)}"
             self.changes["reward"] = attempt(wrong, lambda: ",".join(
                 f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
-        if not config.wrapper and type(wrapper) is not GLMImageWrapper:
+        if type(wrapper) is not GLMImageWrapper and (config.wrapper or "()").endswith("()"):
             self.changes["wrapper"] = f"{type(wrapper).__name__}()"
         self.step = 0  # the last one that was made
         self.history = []  # one row a step
@@ -456,20 +458,22 @@ class GRPOTrainer:
         with attempt("--out", tempfile.TemporaryDirectory, dir=home) as mark:
             marks = [Path(mark).name]  # the first one's: no cache of a network disk has seen it
             torch.distributed.broadcast_object_list(marks)
-            # NFS may remember for a minute that the folder was not there, unless one makes it.
+            # A client of NFS may remember for a minute that it is not there; mkdir asks the server.
             with contextlib.suppress(OSError):
                 self.out.mkdir(parents=True)
             found = (self.out / marks[0]).exists(), self.step, self.prompts, self.config
             torch.distributed.all_gather_object(seen, repr((found, self.changes)))
         if len({*seen}) > 1:
-            with contextlib.suppress(OSError):  # it stays if anything is in it
-                self.out.rmdir()
+            with contextlib.suppress(OSError):  # what is empty was made for this start
+                os.removedirs(self.out)
             raise BadInput(f"--out {self.out}: must be on a disk that all machines share, and the "
                            "same path on each; so must be the flags and the prompts")
 
     def load(self, checkpoint, log):
         state = attempt(checkpoint, torch.load, checkpoint, "cpu", weights_only=True)
-        self.step = state.get("step", math.inf)  # other versions had none
+        if not {"trainer", "step"} <= {*state}:
+            raise BadInput(f"--resume: {checkpoint} is of another version of grpo.py")
+        self.step = state["step"]
         if state["trainer"] != type(self).__name__ or self.step > self.config.steps:
             raise BadInput(f"--resume: {checkpoint} has {self.step} steps of {state['trainer']}, "
                            f"and {self.config.steps} of {type(self).__name__} are asked for")
@@ -478,8 +482,11 @@ class GRPOTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         # A step whose checkpoint was not written is made again.
         text = attempt(log, log.read_text, "utf-8", "replace") if log.exists() else ""
-        rows = re.findall(r'{"step": \d+(?:(?!{"step": ).)*}', text)  # whatever else is in it
-        rows = {row["step"]: row for row in attempt(log, lambda: [*map(json.loads, rows)])}
+        rows = {}
+        for start in re.finditer(r'{"step": \d', text):  # whatever else somebody has written
+            with contextlib.suppress(ValueError):  # a row that is cut
+                row, _ = json.JSONDecoder().raw_decode(text, start.start())
+                rows[row["step"]] = row
         self.history = [rows[step] for step in sorted(rows) if step <= self.step]
 
     def train(self):
@@ -487,6 +494,9 @@ class GRPOTrainer:
         self.start()
         started = time.perf_counter()
         for step in range(self.step + 1, config.steps + 1):
+            # Adam's first steps have full size, though their direction is hardly known.
+            lr = config.lr * min(1, step / max(1, config.warmup_steps))
+            self.optimizer.param_groups[0]["lr"] = lr
             indices, seeds = choose_prompts(step, len(self.prompts), config)
             prompts = [self.prompts[i] for i in indices]
             targets = [self.targets[i] for i in np.repeat(indices, config.group_size)]
@@ -549,17 +559,13 @@ class GRPOTrainer:
         return {name: total / config.num_iterations for name, total in totals.items()}
 
     def update_weights(self):
-        config = self.config
         weights = self.lora.weights
-        # Adam's first steps have full size, though their direction is hardly known.
-        lr = config.lr * min(1, (self.step + 1) / max(1, config.warmup_steps))
-        self.optimizer.param_groups[0]["lr"] = lr
         for name, weight in weights.items():
             if weight.grad is None:
                 raise BadInput(f"--wrapper: a layer of its lora_layers got no gradient: {name}")
             if WORLD_SIZE > 1:
                 torch.distributed.all_reduce(weight.grad)  # a sum; the losses were divided
-        grad_norm = nn.utils.clip_grad_norm_(weights.values(), config.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(weights.values(), self.config.max_grad_norm)
         if grad_norm.isfinite():  # a NaN would stay in Adam's moments for ever
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -833,8 +839,8 @@ def import_name(text, flag="--wrapper"):
     path, _, name = text.rpartition(":")
     path = Path(path).resolve()
     if path.suffix != ".py" or not path.is_file():
-        raise BadInput(f"{flag} {text}: must be file.py:name, of a file that is there; name() is a "
-                       "notebook's, and its run goes on there")
+        raise BadInput(f"{flag} {text}: must be file.py:name, of a file that is there; with () it "
+                       "is a notebook's, and the run goes on there")
     files = {getattr(module, "__file__", None): module for module in [*sys.modules.values()]}
     module = files.get(str(path))
     if not module:
@@ -863,7 +869,7 @@ def load_rewards(text):
         weight = attempt(f"--reward {part}", float, weight if equals else 1)
         if not function or name in rewards or not math.isfinite(weight):
             raise BadInput(f"--reward {part}: must be color, mse or file.py:function, each name "
-                           "once; name() is a notebook's, and its run goes on there")
+                           "once; with () it is a notebook's, and the run goes on there")
         rewards[name] = function, weight
     return rewards
 
@@ -927,7 +933,7 @@ def main(argv=None, **defaults):
     else:
         torch.set_num_threads(min(2, torch.get_num_threads()))  # more are hardly faster here
     if WORLD_SIZE > 1:
-        torch.distributed.init_process_group("nccl" if CUDA else "gloo")
+        torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
     config = trainer = None
     try:
         config = parse_args(argv, **defaults)

@@ -1353,7 +1353,7 @@ def test_a_run_of_a_notebook_is_resumed_there_alone(refused, tmp_path, name):
     rewards = {name: (lambda images, *_: range(len(images)), 1.0)}
     make_trainer(tmp_path / "run", rewards, make_toy()).train()
     assert f"--reward {name}()" in refused("--resume run --steps 5")
-    assert "/Toy(): must be file.py:name" in refused("--resume run --steps 5 --reward color")
+    assert "--wrapper Toy(): must be file.py:name" in refused("--resume run --steps 5 --reward color")
     trainer = make_trainer(tmp_path / "run", rewards, make_toy(), prompts=["green"], steps=5)
     trainer.train()
     assert [row[f"reward/{name}"] for row in rows_of(trainer.out)] == [3.5] * 5

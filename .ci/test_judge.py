@@ -27,6 +27,7 @@ def server(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(judge, "WAITS", [0.01, 0.02])
     monkeypatch.setattr(judge, "READ", set())
+    monkeypatch.setattr(judge, "EXTRAS", [*judge.EXTRAS])
     judge.UNREAD.clear()
     yield server
     server.shutdown()
@@ -169,6 +170,8 @@ def test_a_model_that_refuses_settings(server, refused):
     """Some give no likelihoods, and some no other temperature than their own: HTTP 400."""
     server.says, server.refused = {0: [("8", DIGITS)]}, refused
     assert rewards.judge(paint(0), ["a fox"]) == [8]
+    asked = server.requests
+    assert rewards.judge(paint(0), ["an owl"]) == [8] and server.requests == asked + 1  # it has learnt
 
 def test_a_server_that_gives_few_likelihoods(server):
     """vLLM gives five, if it is not started for more: `yes` was 0 or 1, and ratings were whole."""
@@ -202,6 +205,7 @@ def test_addresses(server, monkeypatch, end):
     for typed, asked in (("https://h/api/paas/v4/", "https://h/api/paas/v4/chat/completions"),
                          ("https://v1.h:80/openai", "https://v1.h:80/openai/v1/chat/completions"),
                          ("https://h/inference/chat/completions", "https://h/inference/chat/completions"),
+                         ("https://h/models/@cf/v1?key=s", "https://h/models/@cf/v1/chat/completions?key=s"),
                          ("https://h/a/chat/completions?api-version=1", "https://h/a/chat/completions?api-version=1")):
         assert judge.find_endpoint(typed)[0] == asked
 
@@ -214,9 +218,10 @@ def test_a_proxy_is_used_for_others(server, monkeypatch):
     with pytest.raises(judge.BadInput, match="HTTP 404: .*Not Found: http://judge.invalid:8000/v1/chat/completions"):
         rewards.judge(paint(0), ["a fox"])
     monkeypatch.delenv("http_proxy")
-    monkeypatch.setenv("JUDGE_URL", "http://judge..invalid:8000")
-    with pytest.raises(judge.BadInput, match="label"):  # a UnicodeError
-        rewards.judge(paint(0), ["a fox"])
+    for address, told in (("http://judge..invalid:8000", "label"), (server.address + "/v1\u200b", "ascii")):
+        monkeypatch.setenv("JUDGE_URL", address)
+        with pytest.raises(judge.BadInput, match=told):  # UnicodeErrors
+            rewards.judge(paint(0), ["a fox"])
 
 @pytest.mark.parametrize("key", ["sk-sesame\n", "0", "8", "e", "token", "content"])
 def test_the_key_reaches_the_server(server, monkeypatch, key):
@@ -225,6 +230,14 @@ def test_the_key_reaches_the_server(server, monkeypatch, key):
     server.says, server.key = {0: "8"}, key.strip()
     monkeypatch.setenv("JUDGE_KEY", key)
     assert rewards.judge(paint(0), ["a fox"]) == [8]
+
+def test_a_key_without_permission_ends_a_run(server):
+    """As if a filter had refused 50 pictures, a step was trained with zeros."""
+    server.says = {0: "8"}
+    assert rewards.judge(paint(0), ["a fox"]) == [8]
+    server.troubles = [(403, {})]
+    with pytest.raises(judge.BadInput, match="HTTP 403"):
+        rewards.judge(paint(0), ["an owl"])
 
 @pytest.mark.parametrize("key, message", [
     ("sk-wrong", r"HTTP 401: .*provided: Bearer \$JUDGE_KEY"), ("sk-wrong\nsk", "one word"), ("sk-wrong’", "one word"),
@@ -302,9 +315,9 @@ def test_a_prompt_or_a_picture_that_is_always_refused(server, told, status):
     ("JUDGE_MODEL", "other", "HTTP 404: .*The model other does not exist"),
     ("JUDGE_MODEL", "", "JUDGE_MODEL: is not set"), ("JUDGE_URL", "", "JUDGE_URL: is not set"),
     ("JUDGE_URL", "127.0.0.1:80", "must begin with http"), ("JUDGE_URL", "http://", "must begin with http"),
-    ("JUDGE_URL", "http://:8000", "must have a host"), ("JUDGE_URL", "http://[::1", "Invalid IPv6"),
+    ("JUDGE_URL", "http://:8000", "and a host"), ("JUDGE_URL", "http://[::1", "Invalid IPv6"),
     ("JUDGE_URL", "http://127.0.0.1:port", "Port could not be cast"),
-    ("JUDGE_URL", "http://me:sesame@127.0.0.1", "no password"), ("JUDGE_URL", "http://h/v1\u200b", "must begin"),
+    ("JUDGE_URL", "http://me:sesame@127.0.0.1", "without a password"),
     ("JUDGE_URL", "http://h:port?key=sesame", "Port could not be cast")])
 def test_wrong_settings(run, monkeypatch, server, name, value, message):
     """One line, without a traceback; the program asks one question, to try them."""

@@ -167,20 +167,21 @@ def test_layers_with_a_forward_of_their_own_are_refused():
     hooked = make_llama()
     accelerate.cpu_offload(hooked, "cpu")
     for model, layers in ((tuned, r".*\.q_proj"), (tuned, r".*(q|k)_proj"), (hooked, r".*\.q_proj")):
-        with pytest.raises(grpo.BadInput, match="lora_layers match a Linear with a forward of its own"):
+        with pytest.raises(grpo.BadInput, match="q_proj.*, of its lora_layers, must be an nn.Linear without a forward"):
             grpo.LoRA(model, layers, rank=4)
+    perturb(grpo.LoRA(tuned, r".*\.k_proj", rank=4))
     logits = tuned(torch.arange(T)[None]).logits
-    grpo.LoRA(tuned, r".*\.k_proj", rank=4)  # what was refused has left nothing behind
-    assert torch.equal(tuned(torch.arange(T)[None]).logits, logits)
+    with pytest.raises(grpo.BadInput):
+        grpo.LoRA(tuned, r".*\.(k_proj|base_layer|lora_A)", rank=4)
+    assert torch.equal(tuned(torch.arange(T)[None]).logits, logits)  # what is refused changes nothing
 
-def test_no_layer_is_passed_by_without_gradients():
-    """nn.TransformerEncoderLayer read the weights then, so the sampler had no LoRA."""
-    model = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True).eval().requires_grad_(False)
-    perturb(grpo.LoRA(model, r"linear\d", rank=4))
-    x = torch.randn(3, 5, 8)
-    with torch.no_grad():
-        sampled = model(x)
-    torch.testing.assert_close(sampled, model(x.requires_grad_()))
+def test_layers_that_torch_passes_by_are_refused():
+    """Without gradients nn.TransformerEncoderLayer reads the weights: the sampler had no LoRA. Conv1D is no nn.Linear."""
+    encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=V))
+    for model, layers in ((encoder, r"linear\d"), (gpt, r".*\.c_attn")):
+        with pytest.raises(grpo.BadInput, match="of its lora_layers, must be an nn.Linear"):
+            grpo.LoRA(model, layers, rank=4)
 
 # --- Advantages and loss ------------------------------------------------------------------------------------
 @pytest.fixture

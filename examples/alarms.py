@@ -39,8 +39,8 @@ def list_witnesses(reward):
 
 def find_falls(rows, settings):
     """A reward that is not trained on falls where the trained one is hacked. Four standard errors,
-    because every step is a new chance: of runs of 100 steps that only vary, and not slowly, one in
-    a hundred is that far away by chance at some step, and with two errors one in three."""
+    because every step is a new chance: of runs of 100 steps that vary independently, one in a
+    hundred is that far away by chance at some step, and with two errors one in three."""
     found = []
     for name in list_witnesses(settings.get("reward", "")):
         for step, first, last in list_windows(read_values(rows, f"reward/{name}")):

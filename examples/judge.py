@@ -26,14 +26,14 @@ EXTRAS = [dict(temperature=0, logprobs=True, top_logprobs=20),
 def find_endpoint(url):
     """JUDGE_URL is the server's root, its base URL, with a version, or the whole address -> where
     to ask, its host."""
-    url = url.strip().rstrip("/")
-    if not re.fullmatch(r"https?://[!-~]+", url) or "@" in url:
-        raise ValueError("must begin with http:// or https://, and have no password, no space")
-    parts = urllib.parse.urlsplit(url)
+    parts = urllib.parse.urlsplit(url.strip())
     parts.port  # a ValueError if it is no number: no request could say so better
-    if not parts.path.endswith("/chat/completions"):
-        url += ("" if re.search(r"/v\d", parts.path) else "/v1") + "/chat/completions"
-    return url, parts.hostname
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError("must begin with http:// or https:// and a host, without a password")
+    path = parts.path.rstrip("/")
+    if not path.endswith("/chat/completions"):
+        path += ("" if re.search(r"/v\d", path) else "/v1") + "/chat/completions"
+    return parts._replace(path=path).geturl(), parts.hostname
 
 class NoErrors(urllib.request.HTTPErrorProcessor):
     """A reply is a reply, whatever its status. So no redirection is followed, either: it would take
@@ -56,8 +56,6 @@ def make_request(body):
             raise BadInput(f"{name}: is not set; this reward asks a server, and needs its address "
                            "(JUDGE_URL=http://127.0.0.1:8000) and the name of its model")
     url, host = attempt(tell_server(), find_endpoint, os.environ["JUDGE_URL"])
-    if not host:
-        raise BadInput(f"{tell_server()}: must have a host")
     headers = {"Content-Type": "application/json"}
     if read_key():
         headers["Authorization"] = f"Bearer {read_key()}"
@@ -124,14 +122,17 @@ def post(question):
     text, *urls = question
     content = [{"type": "text", "text": text}]
     content += [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    for extra in EXTRAS:
+    for extra in [*EXTRAS]:
         status, reply = send({"messages": [{"role": "user", "content": content}], **extra})
-        if status not in (400, 403, 422):
+        if status not in (400, 422):
             break
-    if status not in (200, 400, 403, 413, 422, 451):
-        fail(f"HTTP {status}: {reply}" if status else reply)
+        if extra and re.search("logprob|temperature", reply):  # all later questions go without
+            EXTRAS[:] = [other for other in EXTRAS if other != extra]
     # What a filter rejects would, as an error, end the run again at each --resume. So it counts as
-    # an answer that cannot be read.
+    # an answer that cannot be read. A wrong key may be a 403, too.
+    is_filter = re.search("flagged|moderation|safety|content.?(filter|policy)", reply, re.IGNORECASE)
+    if status not in (200, 400, 413, 422, 451) and not (status == 403 and is_filter):
+        fail(f"HTTP {status}: {reply}" if status else reply)
     choice = read_choice(reply) if status == 200 else None
     return choice or {"message": {"refusal": f"HTTP {status}: {reply}"}}
 
@@ -162,7 +163,7 @@ def ask(name, questions, read):
             continue
         UNREAD[name] += 1
         unread.append(f"{said!r}" if len(said) < 200 else f"{said[:90]!r} .. {said[-90:]!r}")
-    if UNREAD[name] > (MANY if name in READ else 0):
+    if unread and UNREAD[name] > (MANY if name in READ else 0):
         fail(f"{name} can read none of {UNREAD[name]} answers, such as {unread[-1]}")
     if unread:
         with warnings.catch_warnings():

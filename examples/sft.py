@@ -141,6 +141,8 @@ class SFTTrainer(grpo.GRPOTrainer):
         self.start()
         started = time.perf_counter()
         for step in range(self.step + 1, self.config.steps + 1):
+            lr = self.config.lr * min(1, step / max(1, self.config.warmup_steps))
+            self.optimizer.param_groups[0]["lr"] = lr
             places, _ = grpo.choose_prompts(step, len(self.trained_rows), self.config)
             metrics = self.train_step(self.trained_rows[places])
             metrics["seconds"] = time.perf_counter() - started
