@@ -458,16 +458,18 @@ class GRPOTrainer:
         with attempt("--out", tempfile.TemporaryDirectory, dir=home) as mark:
             marks = [Path(mark).name]  # the first one's: no cache of a network disk has seen it
             torch.distributed.broadcast_object_list(marks)
-            # A client of NFS may remember for a minute that it is not there; mkdir asks the server.
+            # A client of NFS may remember for a minute that it is not there. mkdir asks the server.
             with contextlib.suppress(OSError):
                 self.out.mkdir(parents=True)
-            found = (self.out / marks[0]).exists(), self.step, self.prompts, self.config
-            torch.distributed.all_gather_object(seen, repr((found, self.changes)))
-        if len({*seen}) > 1:
+            found = dict(folder=(self.out / marks[0]).exists(), step=self.step,
+                         prompts=self.prompts, flags=(self.config, self.changes))
+            torch.distributed.all_gather_object(seen, {k: repr(v) for k, v in found.items()})
+        differ = [name for name in found if len({other[name] for other in seen}) > 1]
+        if differ:
             with contextlib.suppress(OSError):  # what is empty was made for this start
                 os.removedirs(self.out)
-            raise BadInput(f"--out {self.out}: must be on a disk that all machines share, and the "
-                           "same path on each; so must be the flags and the prompts")
+            raise BadInput(f"--out {self.out}: machines differ in {', '.join(differ)}; it must be "
+                           "on a disk that all machines share, flags and prompts must be the same")
 
     def load(self, checkpoint, log):
         state = attempt(checkpoint, torch.load, checkpoint, "cpu", weights_only=True)
