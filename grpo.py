@@ -93,7 +93,7 @@ class Config:
         for name in "model wrapper adapter prompts out resume".split():
             path = getattr(self, name)
             # A model may be a hub id, and Name() is a notebook's wrapper.
-            if path and path[-1] != ")" and (name != "model" or os.path.exists(path)):
+            if path and str(path)[-1] != ")" and (name != "model" or os.path.exists(path)):
                 setattr(self, name, os.path.abspath(path))
         parts = [part.strip() for part in self.reward.split(",")]
         self.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
@@ -196,7 +196,7 @@ def find_color(prompt):
     for word in re.findall(r"\w+", prompt.lower()):
         if word in COLORS:
             return COLORS[word]
-    raise BadInput(f"--reward color: there is no color word in {prompt!r}")
+    raise BadInput(f"--reward color: there is none of {', '.join(COLORS)} in {prompt!r}")
 
 def reward_color(images, prompts, targets=None):
     """1 - |mean color of the image - color that its prompt names|, in 0..1."""
@@ -436,7 +436,7 @@ class GRPOTrainer:
         if WORLD_SIZE > 1:
             self.check_disk()
         program = "torchrun .." if WORLD_SIZE > 1 else "python"
-        self.how = f"To go on: {program} grpo.py --resume '{self.out}'"
+        self.how = f"To go on: {program} {os.path.relpath(__file__)} --resume '{self.out}'"
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             path = self.out / "prompts.txt"
             text = format_prompts(self.prompts, self.targets)
