@@ -240,7 +240,8 @@ assert torch.allclose(rollout.logprobs, logprobs, atol=1e-5)
 (At the top right are the codes of the drafts, in the middle red squares, and at the bottom left
 those of other colours, each of which is seldom drawn.)
 
-They agree. Let us step into three traps on purpose; none of them gives an error.
+They agree. Let us step into three traps on purpose; none of them gives an error. (If you have come
+for the gradient, run these cells, and read on in section 5.)
 
 - **No positions.** A code has a row and a column. `transformers` counts these in `generate` only,
   and a plain forward pass takes the picture for a line of text
