@@ -468,8 +468,8 @@ class GRPOTrainer:
         if differ:
             with contextlib.suppress(OSError):  # what is empty was made for this start
                 os.removedirs(self.out)
-            raise BadInput(f"--out {self.out}: machines differ in {', '.join(differ)}; it must be "
-                           "on a disk that all machines share, flags and prompts must be the same")
+            raise BadInput(f"--out {self.out}: machines differ in their {' and '.join(differ)}: it "
+                           "must be on a disk that all machines share, flags and prompts the same")
 
     def load(self, checkpoint, log):
         state = attempt(checkpoint, torch.load, checkpoint, "cpu", weights_only=True)

@@ -143,8 +143,8 @@ def test_other_flags_or_prompts_are_refused(tmp_path, nodes, each):
     (tmp_path / "first.txt").write_text("a red fox\na blue bird\n")
     (tmp_path / "second.txt").write_text("a red fox\na blue bird 1\n")
     codes, logs = run_ranks(nodes, "--steps 2 --out ../run", each=each)
-    name = "prompts, flags" if "--prompts" in each[0] else "flags"  # it sent its readers to the disk
-    assert codes == [2, 2] and all([f"/run: machines differ in {name}; it must" in log for log in logs]), logs
+    name = "prompts and flags" if "--prompts" in each[0] else "flags"  # it sent its readers to the disk
+    assert codes == [2, 2] and all([f"/run: machines differ in their {name}: it must" in log for log in logs]), logs
     assert not (tmp_path / "run").exists()
 
 def test_a_disk_that_remembers_what_was_not_there(tmp_path, nodes):
