@@ -466,8 +466,8 @@ class GRPOTrainer:
             torch.distributed.all_gather_object(seen, {k: repr(v) for k, v in found.items()})
         differ = [name for name in found if len({other[name] for other in seen}) > 1]
         if differ:
-            with contextlib.suppress(OSError):  # what is empty was made for this start
-                os.removedirs(self.out)
+            with contextlib.suppress(OSError):  # if it is empty, it was made for this start
+                self.out.rmdir()
             raise BadInput(f"--out {self.out}: machines differ in their {' and '.join(differ)}: it "
                            "must be on a disk that all machines share, flags and prompts the same")
 
