@@ -21,7 +21,7 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       V  codes; an image token is a code, 0 .. V - 1
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
 import collections, contextlib, dataclasses, datetime, functools, importlib.machinery
-import importlib.util, io, json, math, os, re, sys, tempfile, time, traceback, typing
+import importlib.util, io, json, math, os, re, shlex, sys, tempfile, time, traceback, typing
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # threads that spin on stall on a busy CPU
 from pathlib import Path
 import diffusers, safetensors.torch, torch, transformers
@@ -93,7 +93,7 @@ class Config:
         for name in "model wrapper adapter prompts out resume".split():
             path = getattr(self, name)
             # A model may be a hub id, and Name() is a notebook's wrapper.
-            if path and str(path)[-1] != ")" and (name != "model" or os.path.exists(path)):
+            if path and str(path)[-2:] != "()" and (name != "model" or os.path.exists(path)):
                 setattr(self, name, os.path.abspath(path))
         parts = [part.strip() for part in self.reward.split(",")]
         self.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
@@ -249,10 +249,10 @@ class LoRA:
         for name, linear in model.named_modules():
             if re.fullmatch(layers, name):
                 # Another forward would be lost, and torch's encoder layer may not call this one.
-                own = "forward" in vars(linear) and linear not in getattr(model, "adapted", [])
-                owner = model.get_submodule(name.rpartition(".")[0])
-                if (own or type(linear).forward is not nn.Linear.forward
-                        or isinstance(owner, nn.TransformerEncoderLayer)):
+                forward = getattr(linear.forward, "func", linear.forward)  # LoRA's is a partial
+                owner = type(model.get_submodule(name.rpartition(".")[0]))
+                if (getattr(forward, "__func__", None) not in (nn.Linear.forward, LoRA.forward)
+                        or owner.forward is nn.TransformerEncoderLayer.forward):
                     raise BadInput(f"--wrapper: {name}, of its lora_layers, must be an nn.Linear "
                                    "without a forward of its own, called by its owner")
                 # Drawn on the CPU, so equal on all GPUs, and as in peft.
@@ -342,7 +342,8 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #   encode(prompts)  raises a ValueError if the model cannot read one; its result is not used
 #   sample(prompts, group_size, seeds)  step 1: P prompts, a seed for each -> a Rollout of N
 #       samples on the CPU. Equal seeds give equal samples, whatever else is in the batch.
-#   decode(prompts, tokens, seeds)  step 2: P prompts and seeds, tokens of N samples -> N PIL images
+#   decode(prompts, tokens, seeds)  step 2: P prompts and seeds, tokens of N samples, which it must
+#       not change -> N PIL images
 #   compute_logprobs(rollout)  scores the rollout's tokens under the current policy -> log-probs,
 #       with a gradient, and entropies, without; both [B, T], fp32 and on DEVICE. It may return a
 #       third tensor, the exact KL to the base model, with a gradient, in the place of k3. With
@@ -403,8 +404,11 @@ class GRPOTrainer:
             wrong = "rewards: must be {name: (function, weight)}"
             self.changes["reward"] = attempt(wrong, lambda: ",".join(
                 f"{name}()={weight:g}" for name, (_, weight) in rewards.items()))
-        if type(wrapper) is not GLMImageWrapper and (config.wrapper or "()").endswith("()"):
-            self.changes["wrapper"] = f"{type(wrapper).__name__}()"
+        kind = type(wrapper)
+        if kind is not GLMImageWrapper and (config.wrapper or "()").endswith("()"):
+            file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+            in_file = file and kind.__module__ != "__main__"
+            self.changes["wrapper"] = f"{file}:{kind.__name__}" if in_file else f"{kind.__name__}()"
         self.step = 0  # the last one that was made
         self.history = []  # one row a step
         new = [os.path.abspath(time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}"))]
@@ -436,7 +440,8 @@ class GRPOTrainer:
         if WORLD_SIZE > 1:
             self.check_disk()
         program = "torchrun .." if WORLD_SIZE > 1 else "python"
-        self.how = f"To go on: {program} {os.path.relpath(__file__)} --resume '{self.out}'"
+        file = shlex.quote(os.path.relpath(__file__))
+        self.how = f"To go on: {program} {file} --resume '{self.out}'"
         if RANK == 0:  # all that is needed to go on, and to know what was trained
             path = self.out / "prompts.txt"
             text = format_prompts(self.prompts, self.targets)
@@ -485,10 +490,10 @@ class GRPOTrainer:
         # A step whose checkpoint was not written is made again.
         text = attempt(log, log.read_text, "utf-8", "replace") if log.exists() else ""
         rows = {}
-        for start in re.finditer(r'{"step": \d', text):  # whatever else somebody has written
+        for part in re.split(r'(?={"step": \d)', text)[1:]:  # whatever else somebody has written
             with contextlib.suppress(ValueError):  # a row that is cut
-                row, _ = json.JSONDecoder().raw_decode(text, start.start())
-                rows[row["step"]] = row
+                row, _ = json.JSONDecoder().raw_decode(part)
+                rows.setdefault(row["step"], row)
         self.history = [rows[step] for step in sorted(rows) if step <= self.step]
 
     def train(self):
@@ -505,7 +510,7 @@ class GRPOTrainer:
             # 1. Sample.
             rollout = self.wrapper.sample(prompts, config.group_size, seeds)
             # 2. Decode.
-            images = self.wrapper.decode(prompts, rollout.tokens.clone(), seeds)
+            images = self.wrapper.decode(prompts, rollout.tokens, seeds)
             repeated = np.repeat(prompts, config.group_size).tolist()
             if [*rollout.prompts] != repeated or len(images) != len(repeated):
                 raise BadInput("--wrapper: its samples must be in the order p0 p0 p1 p1, and its "

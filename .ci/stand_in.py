@@ -76,7 +76,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with server.lock:
             server.asked.append((text, *pictures))
         answer = server.answer(text, pictures)
-        demand(not isinstance(answer, int), answer, "Your input was flagged: content that is not allowed")
+        demand(not isinstance(answer, int), answer, "Your input was flagged: content that is not allowed at any temperature")
         has_chances = isinstance(answer, list)
         content = "".join([piece for piece, _ in answer]) if has_chances else answer
         choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}

@@ -7,6 +7,7 @@ import pytest, torch
 
 import grpo
 from conftest import ROOT, have_same_weights, read_adapter, read_rows
+from examples.toy import Toy
 
 TOY = f"--wrapper {ROOT}/examples/toy.py:Toy --batch-size 2 --group-size 2 --lr 1e-3 "
 SERVER = multiprocessing.get_context("forkserver")  # imports all that is slow once, for all its children
@@ -75,6 +76,13 @@ def test_what_a_reward_imports_is_the_program_that_runs(tmp_path):
     assert done.returncode == 2
     assert done.stderr == (f"grpo.py: error: --reward color: there is none of {', '.join(grpo.COLORS)} in 'a fox'\n"
                            f"To go on: python {os.path.relpath(grpo.__file__, tmp_path)} --resume '{tmp_path}/run'\n")
+
+def test_a_scripts_wrapper_of_a_file_is_known_to_commands(run):
+    """They went on with GLM-Image's, in silence; that of a notebook is refused."""
+    config = grpo.Config(model="toy", out="run", steps=1, group_size=2, batch_size=2, width=64, height=64)
+    grpo.GRPOTrainer(config, Toy.from_pretrained("toy", config), ["red", "green"]).train()
+    code, _, error = run("grpo", "--resume run --steps 2")
+    assert code == 0 and len(read_rows("run")) == 2, error
 
 def kill_soon(when, share, seconds):
     """In the when-th writing of a file, with this share of its bytes on the disk; with all of them, seconds later."""

@@ -230,7 +230,6 @@ def test_each_round_begins_with_the_pictures_of_the_last(run, monkeypatch):
         assert run(program, f"{flags} --resume there/half_{name} --steps 2")[0] == 0
         for file in ("adapter_00002/adapter_model.safetensors", "samples_00002.png"):
             assert (folder / name / file).read_bytes() == (folder / f"half_{name}" / file).read_bytes(), name
-    assert "/here/ar/adapter_00002" in (folder / "half_dit/config.json").read_text()  # not the run that was typed
     run("generate", "there/dit2 --prompt red --samples 2 --out drawn")
     first, second = [Path("drawn", f"000_{i}.png").read_bytes() for i in range(2)]
     assert first != second  # their tokens differ, as no trainer draws them

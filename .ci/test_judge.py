@@ -308,6 +308,7 @@ def test_a_prompt_or_a_picture_that_is_always_refused(server, told, status):
     assert f"cannot read 1 of 2 answers, such as 'HTTP {status}: " in told()[0] and "not allowed" in told()[0]
     for i in range(judge.MANY):  # in a row
         assert rewards.judge(paint(10 + i), ["an owl"]) == [0]
+    assert len(judge.EXTRAS) == 4  # nothing was learnt from a refusal of all
     with pytest.raises(judge.BadInput, match=f"judge can read none of {judge.MANY + 1} answers"):
         rewards.judge(paint(99), ["an owl"])
 

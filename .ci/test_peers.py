@@ -182,6 +182,9 @@ def test_layers_that_torch_passes_by_are_refused():
     for model, layers in ((encoder, r"linear\d"), (gpt, r".*\.c_attn")):
         with pytest.raises(grpo.BadInput, match="of its lora_layers, must be an nn.Linear"):
             grpo.LoRA(model, layers, rank=4)
+    encoder.__class__ = type("Own", (torch.nn.TransformerEncoderLayer,), dict(forward=lambda self, x: self.linear1(x)))
+    for model, layers in ((encoder, r"linear\d"), (torch.nn.Sequential(encoder), r"0\.linear\d")):
+        grpo.LoRA(model, layers, rank=4)  # it calls them; and the second takes them over from the first
 
 # --- Advantages and loss ------------------------------------------------------------------------------------
 @pytest.fixture

@@ -86,8 +86,6 @@ def choose_frozen(path, config, own):
     if config.resume and is_whole(frozen):
         # The run was trained over an adapter or, if --model is typed again, a model lies there now.
         is_model = not os.path.isabs(path) or Path(path, "model_index.json").is_file()
-        if not is_model:  # it keeps its other half, whatever run is typed
-            config.model = read_json(Path(config.resume, "config.json"))["model"]
         base = path if is_model else read_adapter_config(frozen, "base_model_name_or_path")
         return base, frozen
     halves = find_halves(path)

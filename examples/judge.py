@@ -122,12 +122,15 @@ def post(question):
     text, *urls = question
     content = [{"type": "text", "text": text}]
     content += [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    refused = []
     for extra in [*EXTRAS]:
         status, reply = send({"messages": [{"role": "user", "content": content}], **extra})
         if status not in (400, 422):
             break
-        if extra and re.search("logprob|temperature", reply):  # all later questions go without
-            EXTRAS[:] = [other for other in EXTRAS if other != extra]
+        if re.search("logprob|temperature", reply):
+            refused.append(extra)
+    if status == 200:  # all later questions go without them
+        EXTRAS[:] = [extra for extra in EXTRAS if extra not in refused]
     # What a filter rejects would, as an error, end the run again at each --resume. So it counts as
     # an answer that cannot be read. A wrong key may be a 403, too.
     is_filter = re.search("flagged|moderation|safety|content.?(filter|policy)", reply, re.IGNORECASE)

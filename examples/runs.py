@@ -154,7 +154,7 @@ def choose_steps(paths, steps, **typed):
     for path in paths:
         run = open_run(path, **typed)
         there = [*run.weights]
-        if there == [None] and not steps:  # the path is that of an adapter
+        if there == [None] and (len(paths) > 1 or not steps):  # the path is that of an adapter
             chosen[path] = run, None
             continue
         wanted = steps or (there if len(paths) == 1 else there[-1:])
