@@ -3,279 +3,282 @@ how much the samples of a prompt still differ. They may be of one run or of seve
 
     python -m examples.evaluate runs/mine --steps 0 20 --reward color,mine.py:bright
     python -m examples.evaluate runs/a runs/b runs/c/adapter_00010 --prompts mine.txt
-    python -m examples.evaluate runs/mine --samples 32 --curve best_of.png
+    python -m examples.evaluate runs/mine --samples 32
     python -m examples.evaluate runs/mine --follow --every 50
 
 All adapters use the same seeds and the settings of the first run, such as temperature and size, so
-that only weights make a difference. The first adapter is what the others are compared with. The
-first run's folder gets evaluation.json, with every score, and film.png, a grid of pictures; an
-adapter's that lies in no run does not, as it may be uploaded: they are written here. The best of k
-images of each adapter, for k up to half of --samples, tells whether training gave more than to draw
-many and keep the best. With --follow, evaluation.jsonl gets a line for each adapter, in time.
+that only weights make a difference. The first adapter is what the others are compared with. --out
+gets evaluation.json, with every score, and film.png, a grid of pictures. The best of k, up to half
+of --samples, tells whether training gave more than to draw many pictures and keep the best. With
+--follow, evaluation.jsonl in the run's folder gets a line for each adapter that training saves.
 """
-import argparse, contextlib, functools, importlib.util, json, os, re, sys, time, zlib
+import itertools, json, math, time, zlib
 from pathlib import Path
 
-def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False)
-    add = parser.add_argument
+from examples import read_flags, start
+
+def add_flags(add):
     add("runs", nargs="+", metavar="run", help="folder of a run, or of an adapter")
-    add("--steps", type=int, nargs="+", help="of the runs; default: all of one run, or the newest "
-        "weights of each of several")
+    add("--steps", type=int, nargs="+", help="of the runs; default: all of one run, the last of "
+        "each of several")
     add("--model", help="hub id or folder: where the model of all runs lies now")
     add("--wrapper", metavar="FILE:CLASS", help="where the wrapper of all runs lies now")
     add("--prompts", metavar="FILE",
         help="text file with a prompt on each line; default: examples/make/held_out.txt")
     add("--reward", help="as for grpo.py; default: that of the first run")
-    add("--samples", type=int, default=4, help="per prompt; default: %(default)s")
+    add("--samples", type=int, default=4, help="of each prompt, 2 or more; default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the samples; default: %(default)s")
-    add("--curve", metavar="FILE", help="plot the best of k (pip install matplotlib)")
+    add("--out", type=Path, help="folder for the files; default: that of the first run, or here")
     add("--follow", action="store_true", help="evaluate a run's adapters as training saves them")
     add("--every", type=int, default=1, metavar="STEPS", help="with --follow: only adapters of "
         "multiples of these steps, and the last; default: all")
-    if len(sys.argv) == 1:
-        parser.print_help()
-        parser.exit()
-    return parser.parse_args()
 
 if __name__ == "__main__":
-    ARGS = parse_args()  # before the imports, which take seconds
-    os.environ |= dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")  # it runs alone, also in a pod
+    ARGS = read_flags(__doc__, add_flags)
 
-import torch
+import dataclasses, functools
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
+import diffusers
+import numpy as np
+from PIL import ImageChops
+
 import grpo
-from examples.alarms import find_alarms
-from examples.follow import SECONDS, fail, read_rows, read_settings, wait_for_run
 from examples.pictures import save_film
-from examples.runs import (
-    LIMIT, PICTURE, check_prompts, choose_steps, find_home, find_weights, is_editor, load_weights,
-    open_run, report, take_number, take_settings, tell_differences)
-from examples.scores import choose_seeds, find_relative, measure_adapter, summarize
-from examples.tables import (
-    draw_best, print_agreement, print_best, print_table, turn_negative)
+from examples.runs import draw, find_adapters, load_adapter, open_run
 
 HELD_OUT = Path(__file__).with_name("make") / "held_out.txt"
 
-# --- What is evaluated, and how -----------------------------------------------
-def load_rewards(typed, run):
-    """A notebook's reward is a name only, and sft.py has none."""
-    try:
-        return grpo.load_rewards(typed or run.config.reward)
-    except grpo.BadInput as error:
-        if typed:
-            raise
-        raise grpo.BadInput(f"{run.path}: its reward, {run.config.reward}, cannot be loaded here; "
-                            "type --reward") from error
+# --- Statistics ---------------------------------------------------------------
+@functools.cache
+def find_t(freedom):
+    """The 0.975 quantile of Student's t. With t = tan(angle) * sqrt(freedom), its density is
+    cos(angle)^(freedom - 1), whose area is summed up here, exact to four digits."""
+    steps = 200_000
+    angles = np.linspace(0, np.pi / 2, steps + 1)
+    middles = (angles[1:] + angles[:-1]) / 2
+    area = np.cumsum(np.cos(middles) ** (freedom - 1))
+    angle = np.interp(0.95, area / area[-1], angles[1:])
+    return np.tan(angle) * freedom**0.5
 
-def load_prompts(run, path):
-    """Our own file is read by our own function: a wrapper's may read another format."""
-    if path:
-        return run.load_prompts(path)
-    if is_editor(run):
-        raise grpo.BadInput("--prompts: type a file of lines `instruction<TAB>source.png`")
-    return grpo.load_prompts(HELD_OUT)
+def find_interval(values):
+    """A value for each prompt -> the 95 % interval of their mean, by Student's t, or None for one
+    prompt. Samples of a prompt are not independent, so each prompt counts once. A bootstrap of few
+    prompts is too narrow: of 8, it covers 88 %."""
+    if len(values) < 2:
+        return None
+    margin = find_t(len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
+    return np.mean(values) - margin, np.mean(values) + margin
 
-def prepare(args, run):
-    """All input is checked before a model is loaded -> prompts, targets, rewards."""
-    prompts, targets = load_prompts(run, args.prompts)
-    if not 2 <= args.samples <= LIMIT:
-        raise grpo.BadInput(f"--samples: must be 2 to {LIMIT}, to compare them")
-    if not 0 <= args.seed <= 2**40:
-        raise grpo.BadInput(f"--seed: must be 0 to 2**40, and is {args.seed}")
-    return prompts, targets or [None] * len(prompts), load_rewards(args.reward, run)
+def weigh_best(scores, k):
+    """Scores of the n samples of a prompt [n] -> [n]: of all their subsets of size k, the share in
+    which each is the best. Equal ones take turns. With these weights the mean of the scores is that
+    of the subsets' maxima, and unbiased for the best of k (arXiv 2505.15201), where a bootstrap,
+    which may draw one sample twice, finds too little. The formula there, C(i - 1, k - 1) / C(n, k)
+    for the i-th from below, is C(i, k) - C(i - 1, k): subsets within the first i, minus those
+    within the first i - 1."""
+    scores = np.asarray(scores)
+    weights = []
+    for score in scores:
+        worse = int((scores < score).sum())
+        equal = int((scores == score).sum())
+        weights.append((math.comb(worse + equal, k) - math.comb(worse, k)) / equal)
+    return np.array(weights) / math.comb(len(scores), k)
 
-def load_model(run, config, prompts):
-    wrapper = run.Wrapper.from_pretrained(config.model, config)
-    check_prompts(wrapper, prompts)
-    return wrapper
+# --- One adapter --------------------------------------------------------------
+def choose_seeds(count, seed):
+    """A seed for each prompt. Those from 0 to 7 and from a million on are training's, whatever its
+    --seed was, and never among these."""
+    return [8 + (seed * count + i) % 999_992 for i in range(count)]
+
+def measure(images, prompt, rewards):
+    """The samples of a prompt -> {reward: a score for each; "reward": their weighted sum; "pixels
+    differ": the mean difference of each pair, 0..1}."""
+    measures = {}
+    total = 0
+    for name, (function, weight) in rewards.items():
+        scores, _ = grpo.compute_rewards(images, [prompt] * len(images), {name: (function, 1)})
+        measures[name] = scores.tolist()
+        total = total + weight * scores
+    differences = [np.mean(ImageChops.difference(*pair)) / 255
+                   for pair in itertools.combinations(images, 2)]
+    return measures | {"reward": total.tolist(), "pixels differ": differences}
+
+def measure_adapter(wrapper, prompts, rewards, args):
+    """-> `measure` of each prompt, and the first picture of each of 8."""
+    rows = []
+    pictures = []
+    seeds = choose_seeds(len(prompts), args.seed)
+    for prompt, images in zip(prompts, draw(wrapper, prompts, args.samples, seeds)):
+        rows.append(measure(images, prompt, rewards))
+        pictures.append(images[0])
+    return rows, pictures[:8]
 
 # --- Several adapters ---------------------------------------------------------
-def evaluate(chosen, prompts, targets, rewards, samples=4, seed=0):
-    """For each (run, step), yields `measure` of each prompt, and an image of each of 8 prompts. All
-    use the same seeds and the settings of the first, so only the weights make a difference."""
-    seeds = choose_seeds(len(prompts), seed)
-    settings = chosen[0][0].config
-    compares = find_relative(rewards)
-    first = wrapper = loaded = None
-    for run, step in chosen:
-        config = take_settings(run.config, settings)
-        # A wrapper may make random weights from the seed. GLM-Image loads all, in minutes.
-        is_glm = issubclass(run.Wrapper, grpo.GLMImageWrapper)
-        model = run.Wrapper, config.model, None if is_glm else config.seed
-        if model != loaded:
+PICTURE = "width height temperature top_k top_p decode_steps guidance".split()  # make a picture
+
+def choose_adapters(args):
+    """-> {label: (run, folder)}: all adapters of one run, the last of several, or --steps."""
+    chosen = {}
+    for path in args.runs:
+        run = open_run(path, model=args.model, wrapper=args.wrapper)
+        if None in run.adapters:  # the path is an adapter's
+            chosen[path] = run, run.adapters[None]
+            continue
+        there = [*run.adapters]
+        steps = args.steps or (there if len(args.runs) == 1 else there[-1:])
+        if not steps or not {*steps} <= {*there}:
+            raise grpo.BadInput(f"{path}: has adapters of steps {there}")
+        for step in steps:
+            label = f"step {step}" if len(args.runs) == 1 else f"{path}, step {step}"
+            chosen[label] = run, run.adapters[step]
+    return chosen
+
+def print_differences(runs):
+    """Says in what else than weights the runs differ."""
+    for name in ["model", "wrapper", *PICTURE]:
+        values = {run.path: getattr(run.config, name) for run in runs}
+        if len({*values.values()}) > 1:
+            told = ", ".join([f"{value} in {path}" for path, value in values.items()])
+            print(f"--{name.replace('_', '-')} is {told}"
+                  + "; all are drawn with the first" * (name in PICTURE))
+
+def evaluate(chosen, prompts, rewards, args):
+    """Yields `measure_adapter` of each (run, folder)."""
+    first, _ = chosen[0]
+    names = [*PICTURE, "micro_batch_size", "offload"]
+    settings = {name: getattr(first.config, name) for name in names}
+    wrapper = loaded = None
+    for run, folder in chosen:
+        if (run.Wrapper, run.config.model) != loaded:
             wrapper = None  # frees the memory of the last one
-            wrapper = load_model(run, config, prompts)
-            loaded = model
-        load_weights(wrapper, run.weights[step])
-        rows = []
-        pictures = []
-        for measures, images in measure_adapter(
-                wrapper, prompts, targets, rewards, samples, seeds, first):
-            rows.append(measures)
-            pictures.append(images if compares or len(pictures) < 8 else [])
-        first = first or pictures
-        yield rows, [images[0] for images in pictures[:8]]
+            config = dataclasses.replace(run.config, **settings)
+            wrapper = run.Wrapper.from_pretrained(config.model, config)
+            loaded = run.Wrapper, run.config.model
+        load_adapter(wrapper, folder)
+        yield measure_adapter(wrapper, prompts, rewards, args)
+
+# --- The tables ---------------------------------------------------------------
+def print_table(labels, results, names):
+    """results: for each adapter a `measure` of each prompt. Of each name: mean, change since the
+    first row, and the share of prompts where it rose."""
+    width = max(27, *map(len, labels))
+    print(f"{len(results[0])} prompts, changes since {labels[0]}")
+    for name in names:
+        print(f"\n{name:{width}}      mean  change   95 % interval    rose in")
+        means = [np.array([np.mean(row[name]) for row in rows]) for rows in results]  # [P] each
+        for label, values in zip(labels, means):
+            changes = values - means[0]
+            low, high = find_interval(changes) or (np.nan, np.nan)
+            print(f"  {label:{width}}{values.mean():8.3f}  {changes.mean():+.3f}  "
+                  f"{low:+.3f} .. {high:+.3f}  {np.mean(changes > 0):6.0%}")
+
+def print_best(labels, results, name):
+    """What the best of k samples has: k = 1, 2, 4, .. up to a half of them, as the best of nearly
+    all depends on one or two."""
+    half = len(results[0][0][name]) // 2
+    sizes = [2**i for i in range(half.bit_length())]
+    width = max(27, *map(len, labels))
+    print(f"\n{f'{name}, best of k':{width + 2}}" + "".join([f"{f'k = {k}':>16}" for k in sizes]))
+    for label, rows in zip(labels, results):
+        cells = []
+        for k in sizes:
+            best = [weigh_best(row[name], k) @ np.array(row[name]) for row in rows]  # [P]
+            low, high = find_interval(best) or (np.nan, np.nan)
+            cells.append(f"{f'{np.mean(best):.3f} ± {(high - low) / 2:.3f}':>16}")
+        print(f"  {label:{width}}" + "".join(cells))
+
+def save_files(folder, labels, prompts, rewards, results, pictures):
+    """evaluation.json has every score; film.png the first 8 prompts, and each adapter's pictures
+    with their scores. They take the place of those of the last time."""
+    scores = dict(adapters=labels, prompts=prompts, results=results)
+    grpo.write_file(folder / "evaluation.json", json.dumps(scores).encode())
+    rows = [[f"below: {', '.join(rewards)}", *prompts]]
+    targets = [prompt.target for prompt in prompts[:8]]
+    if all(targets):
+        rows.append(["target", *map(diffusers.utils.load_image, targets)])
+    for label, images, measures in zip(labels, pictures, results):
+        texts = ["  ".join([f"{each[name][0]:.3g}" for name in rewards]) for each in measures]
+        rows.append([label, *zip(images, texts)])
+    save_film(folder / "film.png", rows)
+    print(f"evaluation.json and film.png: {folder}")
 
 # --- While a run goes on ------------------------------------------------------
-def follow(args):
-    """Evaluates adapters as they appear, until the run is done. evaluation.jsonl, in the run's
-    folder, gets a line for each, and says where to go on."""
-    run, prompts, targets, rewards = start_following(args)
-    settings = {name: getattr(run.config, name) for name in PICTURE} | dict(
+SECONDS = 5  # between two looks at the run's folder
+
+def describe(args, run, prompts, rewards):
+    """What rows must have in common to be compared: settings, and the contents of all files."""
+    paths = [part.rpartition(":")[0] for part in (args.reward or run.config.reward).split(",")]
+    paths += [prompt.target for prompt in prompts]
+    contents = [Path(path).read_bytes() for path in paths if path]
+    return {name: getattr(run.config, name) for name in PICTURE} | dict(
         samples=args.samples, seed=args.seed,
         reward={name: weight for name, (_, weight) in rewards.items()},
-        prompts=f"{len(prompts)}, {zlib.crc32(repr(prompts).encode()):08x}")
-    load = functools.cache(functools.partial(load_model, run, run.config, prompts))
-    seeds = choose_seeds(len(prompts), args.seed)
-    told = set()
-    while True:
-        steps, gone, is_over = grpo.attempt(
-            f"{run.path}: start this again where the run is now", find_news, run, args.every)
-        messages = [f"adapter_{step:05d} is gone, and passed over" for step in sorted(gone)]
-        messages += find_alarms(read_rows(run.folder), read_settings(run.folder))
-        for message in messages:
-            if message not in told:
-                print(f"{run.path}: {message}", file=sys.stderr)
-        told.update(messages)
-        for step in steps:
-            with claim(run, step, settings) as write:
-                weights = find_weights(run.folder)
-                if write and step in weights:  # it may have been deleted since
-                    load_weights(load(), weights[step])
-                    measured = [measures for measures, _ in measure_adapter(
-                        load(), prompts, targets, rewards, args.samples, seeds)]
-                    write(dict(step=step) | summarize(measured, rewards))
-        if is_over:
-            return
+        files=zlib.crc32(b"".join([repr([*prompts]).encode(), *contents])))
+
+def summarize(rows):
+    """-> {metric: mean and ends of its 95 % interval}, under the names of metrics.jsonl."""
+    summary = {}
+    for name in rows[0]:
+        values = [np.mean(row[name]) for row in rows]
+        metric = name if name in ("reward", "pixels differ") else f"reward/{name}"
+        summary[metric] = [np.mean(values), *(find_interval(values) or (None, None))]
+    return summary
+
+def follow(args):
+    """Evaluates adapters as they appear, until the run's last one. evaluation.jsonl has a row for
+    each, and says where to go on."""
+    folder = Path(args.runs[0])
+    print(f"waiting for {folder} and its adapters; Ctrl-C ends this", flush=True)
+    while not (folder / "config.json").exists():
         time.sleep(SECONDS)
+    run = open_run(folder, model=args.model, wrapper=args.wrapper)
+    prompts, rewards = load_inputs(args, run)
+    settings = describe(args, run, prompts, rewards)
+    path = folder / "evaluation.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if [row for row in rows if row["settings"] != settings]:
+        raise grpo.BadInput(f"{path}: has rows of other settings, prompts or rewards, such as "
+                            f"{rows[0]['settings']}; type these, or move the file away")
+    done = {row["step"] for row in rows}
+    last = run.config.steps
 
-def start_following(args):
-    """-> run, prompts, targets, rewards."""
-    if len(args.runs) > 1 or args.steps or args.curve or args.every < 1:
-        raise grpo.BadInput("--follow: follows one run, without --steps and --curve; --every is at "
-                            "least 1")
-    path = args.runs[0]
-    if Path(path, "adapter_config.json").is_file():
-        raise grpo.BadInput(f"--follow {path}: is an adapter; type the folder of its run")
-    wait_for_run(path)
-    run = open_run(path, model=args.model, wrapper=args.wrapper)
-    prompts, targets, rewards = prepare(args, run)
-    for name in find_relative(rewards):
-        raise grpo.BadInput(f"--reward {name}: compares adapters, and --follow takes one at a time")
-    where = "the CPU, as there is no GPU"
-    if grpo.CUDA:
-        where = (f"the GPU {torch.cuda.get_device_name(grpo.DEVICE)}, the first that it sees; "
-                 "CUDA_VISIBLE_DEVICES=1 before the command takes the second")
-    print(f"{path}: evaluated on {where}", flush=True)
-    return run, prompts, targets, rewards
+    def find_new():
+        return {step: adapter for step, adapter in find_adapters(folder).items()
+                if step not in done and (step % args.every == 0 or step == last)}
 
-def find_news(run, every):
-    """-> steps whose adapters are there, those whose adapters were there, and whether the run is
-    done. Training writes samples_00010.png, then the adapter, then the checkpoint."""
-    last = read_settings(run.folder)["steps"]
-    weights = find_weights(run.folder)
-    log = run.folder / "metrics.jsonl"
-    # Its last weights may have been deleted. They are written a moment after the row.
-    is_done = [row["step"] for row in read_rows(run.folder)[-1:]] == [last] and (
-        time.time() - log.stat().st_mtime > 600)
-    steps = [step for step, where in weights.items()
-             if step == last or (step % every == 0 and not isinstance(where, dict))]
-    saved = {int(match[1]) for path in run.folder.iterdir()
-             if (match := re.fullmatch(r"samples_(\d{5,})\.png", path.name))}
-    gone = {step for step in saved - {*weights}
-            if step < max(weights, default=0) and step % every == 0}
-    return steps, gone, last in weights or is_done
-
-@contextlib.contextmanager
-def claim(run, step, settings):
-    """Gives a function that writes the row of a step, or None if the row is there. Of several
-    followers one at a time is in here: the lock of one that is killed is free at once."""
-    import fcntl  # not on Windows
-    path = run.folder / "evaluation.jsonl"
-    with open(path, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        text = file.read()
-        end = text.rfind(b"\n") + 1
-        file.truncate(end)  # a line that a kill has cut
-        rows = [grpo.attempt(f"{path}, line {number}", json.loads, line)
-                for number, line in enumerate(text[:end].splitlines(), start=1) if line.strip()]
-        for row in rows[-1:]:
-            if row["settings"] != settings:
-                raise grpo.BadInput(f"{path}: was written with other settings, {row['settings']}; "
-                                    "type these, or move the file away")
-
-        def write(row):
-            file.write(json.dumps(row | dict(settings=settings)).encode() + b"\n")
-            print(*[f"{name} {value[0]:<10.4g}" if isinstance(value, list) else f"{name} {value:<6}"
-                    for name, value in row.items()], flush=True)
-
-        yield None if step in [row["step"] for row in rows] else write
+    wrapper = run.Wrapper.from_pretrained(run.config.model, run.config)
+    while last not in done:
+        time.sleep(0 if find_new() else SECONDS)
+        for step, adapter in find_new().items():
+            load_adapter(wrapper, adapter)
+            row = summarize(measure_adapter(wrapper, prompts, rewards, args)[0])
+            print(f"step {step}", *[f"{name} {value[0]:.4g}" for name, value in row.items()],
+                  sep="  ", flush=True)
+            with open(path, "a") as file:
+                file.write(json.dumps(dict(step=step) | row | dict(settings=settings)) + "\n")
+            done.add(step)
 
 # --- The command --------------------------------------------------------------
-def write_files(args, run, labels, prompts, rewards, results, pictures):
-    """-> a sentence that names them."""
-    folder = find_home(run)
-    number, file = take_number(lambda number: open(folder / f"evaluation{number}.json", "x"))
-    with file:
-        json.dump(dict(adapters=labels, prompts=prompts, samples=args.samples, seed=args.seed,
-                       results=results), file)
-    rows = [[f"below: {', '.join(rewards)}", *prompts]]
-    if all([hasattr(prompt, "source") for prompt in prompts]):  # the pictures that were edited
-        rows.append(["source", *[grpo.open_image(prompt.source) for prompt in prompts[:8]]])
-    for label, images, measured in zip(labels, pictures, results):
-        scores = ["  ".join([f"{each[name][0]:.3g}" for name in rewards]) for each in measured]
-        rows.append([label, *zip(images, scores)])
-    save_film(folder / f"film{number}.png", rows)
-    return f"Wrote evaluation{number}.json, with every score, and film{number}.png to {folder}"
+def load_inputs(args, run):
+    """-> prompts, rewards; before a model is loaded."""
+    if args.samples < 2:
+        raise grpo.BadInput("--samples: must be 2 or more, to compare them")
+    rewards = grpo.load_rewards(args.reward or run.config.reward)
+    return grpo.load_prompts(args.prompts or HELD_OUT), rewards
 
 def compare(args):
-    """Evaluates all adapters, writes files, prints tables."""
-    chosen = choose_steps(args.runs, args.steps, model=args.model, wrapper=args.wrapper)
+    chosen = choose_adapters(args)
     first, *_ = runs = [*{run.path: run for run, _ in chosen.values()}.values()]
-    prompts, targets, rewards = prepare(args, first)
-    relative = find_relative(rewards)
-    if relative and len(chosen) < 2:
-        raise grpo.BadInput(f"--reward {relative[0]}: compares adapters, so evaluate two or more")
-    results, pictures = zip(*evaluate(
-        [*chosen.values()], prompts, targets, rewards, args.samples, args.seed))
-    try:  # before the table, whose reader may stop
-        written = write_files(
-            args, first, [*chosen], prompts, rewards, results, pictures)
-    except OSError as error:  # such as a full disk, which is told after the table
-        written = error
+    prompts, rewards = load_inputs(args, first)
+    print_differences(runs)
+    results, pictures = zip(*evaluate([*chosen.values()], prompts, rewards, args))
+    folder = args.out or first.folder or Path()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_files(folder, [*chosen], prompts, rewards, results, pictures)
     print(f"--prompts {args.prompts or HELD_OUT} --reward {args.reward or first.config.reward}")
-    differences = tell_differences(runs)
-    if differences:
-        print(differences)
-    print_table([*chosen], results, relative)
-    results = turn_negative(results, rewards)
-    absolute = [f"-{name}" if weight < 0 else name for name, (_, weight) in rewards.items()
-                if name not in relative]
-    print_best([*chosen], results, absolute)
-    print_agreement([*chosen][0], results[0], absolute)
-    try:
-        if args.curve and absolute:
-            draw_best(args.curve, [*chosen], results, absolute)
-    except (OSError, ValueError) as error:  # such as no folder, or a format that is none
-        written = error
-    if isinstance(written, Exception):
-        fail(f"not all was written: {written}")
-    print(f"\n{written}")
-
-def main(args):
-    try:
-        if args.curve and not importlib.util.find_spec("matplotlib"):
-            raise grpo.BadInput("--curve: first run `pip install matplotlib`")
-        follow(args) if args.follow else compare(args)
-    except grpo.BadInput as error:
-        report(error)
-    except KeyboardInterrupt:
-        sys.exit("Stopped.")
+    names = [*rewards] if len(rewards) == 1 else [*rewards, "reward"]
+    print_table([*chosen], results, [*names, "pixels differ"])
+    print_best([*chosen], results, names[-1])
 
 if __name__ == "__main__":
-    main(ARGS)
+    start(follow if ARGS.follow else compare, ARGS)
