@@ -13,10 +13,17 @@ def read_flags(doc, add_flags):
     os.environ |= dict(WORLD_SIZE="1", RANK="0")  # it runs alone, also in a job of several machines
     return parser.parse_args()
 
+def fail(message):
+    """Ends the program with one line, as grpo.py does."""
+    sys.exit(f"{os.path.basename(sys.argv[0])}: error: {message}")
+
 def start(main, *args):
-    """Calls a program's main. Something wrong that the user gave is one line, as in grpo.py."""
-    import grpo
+    """Calls a program's main, and tells in one line what the user gave wrong."""
     try:
         main(*args)
-    except (grpo.BadInput, KeyboardInterrupt) as error:
-        sys.exit(f"{os.path.basename(sys.argv[0])}: error: {str(error) or 'stopped'}")
+    except KeyboardInterrupt:
+        fail("stopped")
+    except ValueError as error:
+        if type(error).__name__ != "BadInput":  # grpo's, which not all programs import
+            raise
+        fail(error)

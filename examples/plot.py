@@ -5,34 +5,51 @@
     python -m examples.plot runs/mine --before-after sheet.png --words red blue green
     python -m examples.plot runs/mine --film film.png
     python -m examples.plot runs/mine --wandb my-project
-    python -m examples.plot runs/mine --wandb my-team/my-project
     python -m examples.plot runs/mine --trackio my-project
 
-It prints the mean of each reward over the first and the last five steps of each run (of fewer than
-ten, the first and the last), and alarms, where the log shows that something goes wrong. A curve has
-beside it what `evaluate --follow` measured on held-out prompts.
+It prints the mean of each reward over the first and the last five steps of each run, and alarms,
+where the log shows that something goes wrong. A curve has beside it what `evaluate --follow` has
+measured on held-out prompts, if that was with the run's own reward.
 
-With --wandb it sends what the run has written to Weights & Biases (pip install wandb), and what
-training writes meanwhile, until the run is done; with --trackio, to a page on this machine (pip
-install trackio). Both may be started before the training, and be stopped and started again.
+--wandb sends what the run has written to Weights & Biases (pip install wandb), and what training
+writes meanwhile, until the run is done; --trackio to trackio (pip install trackio): a page on this
+machine or, where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set, there. Both may be started before
+the training, and stopped and started again; a copy of a run's folder goes on with the run of the
+service unless wandb.json or trackio.json is deleted in it.
 """
-import argparse, math, re, sys
+import importlib, json, math, secrets, time
 from pathlib import Path
-from statistics import mean
+from statistics import mean, variance
 
 from PIL import Image, ImageDraw, ImageOps
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
-from examples.alarms import find_alarms
-from examples.follow import fail, follow, open_sheet, read_rows, read_settings
-from examples.pictures import draw_text, load_font, replace_unreadable, save_film
+from examples import fail, read_flags, start
+from examples.pictures import draw_text, load_font, save_film
+
+def add_flags(add):
+    add("runs", nargs="+", metavar="run", help="folder of a run")
+    add("--curve", default="curve.png", metavar="FILE", help="default: %(default)s")
+    add("--metric", help="to plot by step; default: reward, or loss")
+    add("--before-after", metavar="FILE", help="draw the first and last pictures")
+    add("--words", nargs="+", help="to stand above them; default: the prompts")
+    add("--film", metavar="FILE", help="draw all saved pictures, a row a step")
+    add("--wandb", metavar="PROJECT", help="follow a run, and send it to Weights & Biases")
+    add("--trackio", metavar="PROJECT", help="follow a run, and send it to trackio")
 
 # --- What is in a run's folder ------------------------------------------------
+def read_settings(run):
+    return json.loads(Path(run, "config.json").read_bytes())
+
+def read_rows(run, name="metrics.jsonl"):
+    """The rows of the log, one a step. It is missing before the first step, and a last line that is
+    being written ends early."""
+    path = Path(run, name)
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
 def read_words(run):
-    """The run's prompts, as grpo.py reads them: lines end at \\n, \\r\\n or \\r only. A run of an
-    older grpo.py has no prompts.txt. No words are better than those of another file."""
-    path = Path(run, "prompts.txt")
-    lines = path.read_text("utf-8-sig").split("\n") if path.is_file() else []
+    """The run's prompts, as grpo.py reads them."""
+    lines = Path(run, "prompts.txt").read_text("utf-8-sig").split("\n")
     words = [line.split("\t")[0].strip() for line in lines]
     return [word for word in words if word and word[0] != "#"]
 
@@ -40,59 +57,77 @@ def read_samples(run):
     """The pictures that a run has saved, of at most 8 prompts -> {step: PIL images}."""
     count = min(8, len(read_words(run)))
     samples = {}
-    for path in sorted(Path(run).iterdir()):
-        match = re.fullmatch(r"samples_(\d{5,})\.png", path.name)
-        if match:
-            sheet = open_sheet(path)  # pictures of one size, side by side
-            if sheet is None:
-                print(f"{path}: passed over, as it is not whole", file=sys.stderr)
-                continue
-            n = count or max(1, sheet.width // read_settings(run)["width"])
-            width, rest = divmod(sheet.width, n)
-            if rest or n != count_pictures(sheet, read_settings(run)) in range(1, 9):
-                fail(f"{path}: it has not the pictures of {n} prompts, which prompts.txt has")
-            samples[int(match[1])] = [
-                sheet.crop((i * width, 0, (i + 1) * width, sheet.height)) for i in range(n)]
+    for path in sorted(Path(run).glob("samples_*.png")):
+        sheet = Image.open(path)  # pictures of one size, side by side
+        width = sheet.width // count
+        samples[int(path.stem.removeprefix("samples_"))] = [
+            sheet.crop((i * width, 0, (i + 1) * width, sheet.height)) for i in range(count)]
     return dict(sorted(samples.items()))
 
-def count_pictures(sheet, settings):
-    """-> how many have the shape of the settings; 0 if that is not certain, as with a wrapper."""
-    if settings.get("wrapper"):
-        return 0
-    count, rest = divmod(sheet.width * settings["height"], sheet.height * settings["width"])
-    return 0 if rest else count
+# --- Alarms -------------------------------------------------------------------
+WINDOW = 10  # steps: one alone says little, as each has other prompts
+
+def read_weights(reward):
+    """"mine.py:sharp,color=0", or "bright()=1" of a notebook -> {name: weight}."""
+    parts = [part.rpartition(":")[2].replace("()", "").partition("=") for part in reward.split(",")]
+    return {name: float(weight or 1) for name, _, weight in parts}
+
+def find_alarms(rows, settings):
+    """Rows of the log, config.json -> a text for each alarm, at the first step where it holds."""
+    witnesses = [name for name, weight in read_weights(settings["reward"]).items() if weight == 0]
+    return [alarm for alarm in [find_equal(rows), *[find_fall(rows, name) for name in witnesses]]
+            if alarm]
+
+def find_fall(rows, name):
+    """A reward that is not trained on falls where the trained one is hacked. Four standard errors,
+    because every step is a new chance: of runs of 100 steps that vary independently, one in a
+    hundred is that far away by chance at some step, and with two errors one in three."""
+    values = [(row["step"], row[f"reward/{name}"]) for row in rows if f"reward/{name}" in row]
+    first = [value for _, value in values[:WINDOW]]
+    for end in range(2 * WINDOW, len(values) + 1):
+        last = [value for _, value in values[end - WINDOW:end]]
+        error = math.sqrt((variance(first) + variance(last)) / WINDOW)
+        if mean(last) < mean(first) - max(4 * error, 1e-6):  # or rounding of a constant
+            return (f"step {values[end - 1][0]}: reward/{name}, whose weight is 0, was "
+                    f"{mean(first):.4g} in its first ten steps, and {mean(last):.4g} in the ten up "
+                    "to here. The reward may rise at its expense: look at samples_*.png; then give "
+                    f"{name} a weight, raise --kl-coef, or start from an earlier adapter.")
+
+def find_equal(rows):
+    in_a_row = 0
+    for row in rows:
+        in_a_row = in_a_row + 1 if row.get("reward_std", 1) < 1e-12 else 0  # up to rounding
+        if in_a_row == WINDOW:
+            return (f"step {row['step']}: the rewards of every group have been equal for ten steps,"
+                    " from which nothing is learned. If they are as high as they can be, the run is"
+                    " done. If not, use larger groups, or a reward that tells pictures of one "
+                    "prompt apart.")
 
 # --- Figures and curves -------------------------------------------------------
 def find_metrics(rows):
     """The names of the rewards. Of a run of sft.py, which has none, the loss."""
     names = dict.fromkeys([name for row in rows for name in row])  # unique, in order
-    rewards = [name for name in names if name.startswith("reward") and name != "reward_std"]
-    # A single reward is also the total.
-    rewards = [name for name in rewards if name == "reward" or "reward" not in names
-               or any([row.get(name) != row.get("reward") for row in rows])]
-    return rewards or ["loss"]
+    rewards = [name for name in names if name.startswith("reward/")]
+    if len(rewards) < 2:  # a single one is the total
+        rewards = []
+    return rewards + ["reward"] if "reward" in names else ["loss"]
 
 def print_ends(run, rows):
     for name in find_metrics(rows):
-        # A resumed run may have new rewards. What is not finite is None: then no mean is, either.
-        values = [math.nan if row[name] is None else row[name] for row in rows if name in row]
-        if len(values) >= 10:
-            print(f"{run}  {name}: first five steps {mean(values[:5]):.3f}, "
-                  f"last five {mean(values[-5:]):.3f}")
-        elif values:  # so few that five and five would overlap
-            print(f"{run}  {name}: first step {values[0]:.3f}, last {values[-1]:.3f}")
+        values = [row[name] for row in rows if name in row]  # a run may go on with new rewards
+        n = max(1, min(5, len(values) // 2))
+        print(f"{run}  {name}: mean of the first {n} {mean(values[:n]):.3f}, "
+              f"of the last {n} {mean(values[-n:]):.3f}")
 
-def draw_held_out(axes, run, metric, color):
-    """What `evaluate.py --follow` has measured, with its 95 % interval as a band -> {name: line}."""
-    points = sorted([(row["step"], *row[metric]) for row in read_rows(run, "evaluation.jsonl")
-                     if metric in row])
-    if not points:
-        return {}
-    steps, means, *band = [[math.nan if value is None else value for value in column]
-                           for column in zip(*points)]
-    axes.fill_between(steps, *band, color=color, alpha=0.2, linewidth=0)
-    line, = axes.plot(steps, means, "o--", color=color, markersize=4)
-    return {f"{run}, held-out prompts": line}
+def read_held_out(run, metric):
+    """What `evaluate --follow` has measured -> [(step, mean, low, high)]. A reward's total is only
+    the run's own if its names and weights are."""
+    weights = read_weights(read_settings(run)["reward"])
+    rows = [row for row in read_rows(run, "evaluation.jsonl")
+            if metric in row and (metric != "reward" or row["settings"]["reward"] == weights)]
+    # One prompt has no interval.
+    return [(row["step"], *[math.nan if value is None else value for value in row[metric]])
+            for row in sorted(rows, key=lambda row: row["step"])]
 
 def draw_curves(runs, metric, path):
     """Curves of a metric by step; {run: rows}."""
@@ -101,23 +136,21 @@ def draw_curves(runs, metric, path):
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
         fail(f"{path} is not drawn: first run `pip install matplotlib`")
-    figure = Figure(layout="constrained")
+    figure = Figure(figsize=(8, 3 + 0.2 * len(runs)), layout="constrained")
     axes = figure.subplots()
-    lines = {}
     for run, rows in runs.items():
-        rows = [row for row in rows if metric in row]
-        values = [math.nan if row[metric] is None else row[metric] for row in rows]
-        lines[run], = axes.plot([row["step"] for row in rows], values)
-        lines |= draw_held_out(axes, run, metric, lines[run].get_color())
+        points = [(row["step"], row[metric]) for row in rows if metric in row]
+        line, = axes.plot(*zip(*points), label=run)
+        held_out = read_held_out(run, metric)
+        if held_out:
+            steps, means, *band = zip(*held_out)
+            axes.fill_between(steps, *band, color=line.get_color(), alpha=0.2, linewidth=0)
+            axes.plot(steps, means, "o--", color=line.get_color(), label=f"{run}, held-out prompts")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylabel(metric)
-    # Labels of lines would be left out if they begin with an underscore; $ begins a formula.
-    names = [name.replace("$", r"\$") for name in lines]
-    columns = max(1, min(3, 90 // (max(map(len, names)) + 8)))  # of the legend, below the curves
-    figure.set_size_inches(8, 2.4 + 0.22 * math.ceil(len(names) / columns))
-    figure.legend([*lines.values()], names, ncols=columns, loc="outside lower center")
-    figure.savefig(path, dpi=120, format=Path(path).suffix[1:] or "png")  # or it adds .png
+    figure.legend(loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=120)
     print(f"{metric}: {path}")
 
 # --- Pictures -----------------------------------------------------------------
@@ -128,8 +161,6 @@ LINE = 70  # height of the words
 
 def save_before_after(path, before, after, words):
     """Two rows of pictures with words above: PIL images -> a sheet."""
-    words = (words + [""] * len(before))[:len(before)]
-    shown = replace_unreadable(path, words)
     w, h = before[0].size
     columns = min(len(before), 8 if w < 2 * h else 4)  # wide pictures go into two rows
     W = (WIDTH - LEFT) // columns - GAP
@@ -140,43 +171,18 @@ def save_before_after(path, before, after, words):
     for i, (word, *pair) in enumerate(zip(words, before, after)):
         x = LEFT + i % columns * (W + GAP)
         top = i // columns * block
-        if word:
-            size = 25 if len(word) < 11 else 16
-            draw_text(draw, (x + W / 2, top + LINE / 2), shown[word], size, W + GAP, W // 8, 3,
-                      align="center")
+        draw_text(draw, (x + W / 2, top + LINE / 2), word, 25 if len(word) < 11 else 16, W, lines=3)
         for row, (picture, name) in enumerate(zip(pair, ("before", "after"))):
             y = top + LINE + row * (H + GAP)
-            # The size of a run's pictures may change when it is resumed.
             sheet.paste(ImageOps.pad(picture, (W, H), Image.LANCZOS, "white"), (x, y))
             draw.rectangle((x - 1, y - 1, x + W, y + H), outline="lightgray")  # for white pictures
             if x == LEFT:
-                draw.text((LEFT - 12, y + H / 2), name, "black", load_font("", 25), "rm")
+                draw.text((LEFT - 12, y + H / 2), name, "black", load_font(25), "rm")
     sheet.save(path)
-
-# --- The command --------------------------------------------------------------
-def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False)
-    add = parser.add_argument
-    add("runs", nargs="+", metavar="run", help="folder of a run")
-    add("--curve", default="curve.png", metavar="FILE", help="default: %(default)s")
-    add("--metric", help="to plot by step; default: reward, or loss")
-    add("--before-after", metavar="FILE", help="draw the first and last pictures")
-    add("--words", nargs="+", help="to stand above them; default: the prompts")
-    add("--film", metavar="FILE", help="draw all saved pictures, a row a step")
-    add("--wandb", metavar="PROJECT", help="follow a run, and send it to Weights & Biases")
-    add("--trackio", metavar="PROJECT", help="follow a run, and show it on a page of this machine")
-    if len(sys.argv) == 1:
-        parser.print_help()
-        parser.exit()
-    return parser.parse_args()
 
 def draw_pictures(args, run):
     samples = read_samples(run)
-    if not samples:
-        fail(f"{run}: has no samples_*.png")
-    words = args.words or read_words(run)
+    words = args.words or read_words(run)[:8]
     first, *_ = samples
     *_, last = samples
     if args.before_after:
@@ -184,46 +190,76 @@ def draw_pictures(args, run):
         print(f"steps {first} and {last}: {args.before_after}")
     if args.film:
         rows = [[f"step {step}", *pictures] for step, pictures in samples.items()]
-        save_film(args.film, [["", *words[:len(samples[first])]], *rows])
+        save_film(args.film, [["", *words], *rows])
         print(f"steps {first} to {last}: {args.film}")
 
+# --- Services -----------------------------------------------------------------
+SECONDS = 5  # between two looks at the run's folder
+
+def follow(run, service, project):
+    """Sends what is new to "wandb" or "trackio", until the run is done. Both have `init`, `log`,
+    `Image` and `finish`. What was sent, and under which id, stands in wandb.json or trackio.json in
+    the run's folder, as offline no server could tell."""
+    try:
+        module = importlib.import_module(service)
+    except ModuleNotFoundError:
+        fail(f"--{service}: first run `pip install {service}`")
+    print(f"waiting for news of {run}; Ctrl-C ends this", flush=True)
+    while not Path(run, "config.json").exists():
+        time.sleep(SECONDS)
+    file = Path(run, f"{service}.json")
+    state = dict(id=secrets.token_hex(4), step=-1)
+    if file.exists():
+        state = json.loads(file.read_text())
+    where = dict(project=project, name=f"{Path(run).resolve().name}-{state['id']}")
+    options = {}
+    if service == "wandb":
+        entity, _, where["project"] = project.rpartition("/")  # team/project
+        where |= dict(id=state["id"], dir=run, entity=entity or None)
+        options["commit"] = True  # or it would keep a row until the next one
+    client = module.init(config=read_settings(run), resume="allow", **where)
+    while state["step"] < read_settings(run)["steps"]:
+        for row in list_complete(run):
+            if row["step"] > state["step"]:
+                metrics = {name: value for name, value in row.items() if name != "step"}
+                sheet = Path(run, f"samples_{row['step']:05d}.png")
+                if sheet.exists():
+                    metrics["samples"] = module.Image(Image.open(sheet))
+                client.log(metrics, step=row["step"], **options)
+                state["step"] = row["step"]
+                file.write_text(json.dumps(state))
+        time.sleep(SECONDS)
+    client.finish()
+
+def list_complete(run):
+    """The rows whose pictures are there, if they have any. A step's row is written before its
+    pictures, and these before the row of the next."""
+    rows = [dict(step=0), *read_rows(run)]
+    is_done = Path(run, f"samples_{read_settings(run)['steps']:05d}.png").exists()
+    return rows if is_done else rows[:-1]
+
+# --- The command --------------------------------------------------------------
 def plot(args):
+    for service, project in (("wandb", args.wandb), ("trackio", args.trackio)):
+        if project:
+            return follow(args.runs[0], service, project)
     for run in args.runs:
-        if not Path(run, "config.json").is_file():
+        if not Path(run, "config.json").exists():
             fail(f"{run}: is no folder of a run")
     runs = {run: read_rows(run) for run in args.runs}
     for run, rows in runs.items():
         settings = read_settings(run)
-        if settings.get("reward"):  # a run of sft.py has none
-            print(f"{run}  --reward {settings['reward']}")
-        print_ends(run, rows)
+        print(f"{run}  --reward {settings['reward']}")
+        if rows:
+            print_ends(run, rows)
         for text in find_alarms(rows, settings):
             print(f"{run}  alarm at {text}")
     if args.before_after or args.film:
         return draw_pictures(args, args.runs[0])
-    every = [row for rows in runs.values() for row in rows]
-    metric = args.metric or ("reward" if "reward" in find_metrics(every) else "loss")
-    for run, rows in runs.items():
-        if not rows:
-            fail(f"{run}: has no step yet")
-        if not any([metric in row for row in rows]):
-            fail(f"{run}: has no {metric}; see --metric")
+    if not all(runs.values()):
+        fail("a run has no step yet")
+    metric = args.metric or find_metrics([row for rows in runs.values() for row in rows])[-1]
     draw_curves(runs, metric, args.curve)
 
-def main():
-    args = parse_args()
-    services = [("wandb", args.wandb), ("trackio", args.trackio)]
-    followed = [(name, project) for name, project in services if project is not None]
-    if followed and len(args.runs) + len(followed) > 2:
-        fail("--wandb and --trackio: type one of them, and one run, which it follows")
-    try:
-        if followed:
-            return follow(args.runs[0], *followed[0])
-        plot(args)
-    except KeyboardInterrupt:
-        sys.exit("Stopped.")
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        fail(f"{' '.join(args.runs)}: {type(error).__name__}: {error}")
-
 if __name__ == "__main__":
-    main()
+    start(plot, read_flags(__doc__, add_flags))
