@@ -1,31 +1,25 @@
 """Ready-made rewards; docs/rewards.md says what each of them needs. Use them in place, or change a
-copy.
+copy. judge.py has more, which ask a vision-language model: judge, kept, yes and compare.
 
     python grpo.py --steps 5 --reward examples/rewards.py:sharpness=5,color=1
     python grpo.py --reward examples/rewards.py:ocr --prompts words.txt
     python -m examples.rewards    # lists them
 """
-import argparse, difflib, functools, importlib, inspect, io, itertools, os, re, sys, unicodedata
-import warnings
-from pathlib import Path
+import difflib, functools, importlib, inspect, io, itertools, os, re, unicodedata, warnings
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
-from grpo import (  # before torch, which reads when it is imported how threads are to wait
-    BadInput, attempt, find_color, pil_to_tensor)
+from grpo import BadInput, DEVICE, attempt, find_color, pil_to_tensor
 import diffusers
 import huggingface_hub
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from PIL import Image, ImageOps
-from examples.judge import ask, read_rating, read_winner, read_yes, to_url
+from PIL import Image
 
 CLIP = "openai/clip-vit-large-patch14"  # or another CLIP
 PICKSCORE = "yuvalkirstain/PickScore_v1"  # a CLIP fine-tuned on people's preferences
 PICKSCORE_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 HEAD = "trl-lib/ddpo-aesthetic-predictor"  # LAION's, for this CLIP; or a file
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def need(module, packages):
     """Imports a module, or says in one line what to install."""
@@ -124,13 +118,6 @@ def aesthetic(images, prompts, targets=None):
         x = F.linear(x, weight, bias)
     return x[:, 0]
 
-def aesthetic_z(images, prompts, targets=None):
-    """`aesthetic` as a z-score over the images of a step, to add to rewards of another scale."""
-    scores = aesthetic(images, prompts)
-    return (scores - scores.mean()) / (scores.std() + 1e-6)
-
-aesthetic_z.relative = True  # scores of two calls do not compare
-
 def jpeg(images, prompts, targets=None):
     """How well it compresses: 1 - JPEG bytes / raw bytes."""
     scores = []
@@ -170,81 +157,8 @@ def lpips(images, prompts, targets):
         scores.append(-load_lpips()(pair[:1], pair[1:], normalize=True).item())
     return scores
 
-# --- Rewards that ask a server ------------------------------------------------
-RATE = "Answer with one number, 0 (no) to 10 (yes)."
-
-def score(name, questions, read):
-    """-> what `read` makes of the answers; 0 for those that it cannot read."""
-    found = ask(name, questions, read)
-    return [found[question] or 0.0 for question in questions]
-
-def show_edit(text, image, prompt, source):
-    """A question about a source, which is shown first, and its edit. The source is shown in the
-    size of the edit: a photo would be megabytes of PNG."""
-    made = f"The second picture was made from the first by this instruction: {prompt}. "
-    return made + text, to_url(ImageOps.contain(source, image.size)), to_url(image)
-
-def judge(images, prompts, targets=None):
-    """A vision-language model's rating, 0 to 10: does the picture show what the prompt says? If the
-    prompt has a source, is it edited so? JUDGE_URL is a server with OpenAI's protocol."""
-    questions = []
-    for image, prompt, source in zip(images, prompts, targets or [None] * len(images)):
-        if source is None:
-            questions.append((f"Does the picture show this: {prompt}? {RATE}", to_url(image)))
-        else:
-            text = f"Is what the instruction asks for done in the second? {RATE}"
-            questions.append(show_edit(text, image, prompt, source))
-    return score("judge", questions, read_rating)
-
-def kept(images, prompts, targets):
-    """Whether an edit left alone what its instruction does not name, 0 to 10: `judge`'s model."""
-    if None in targets:
-        raise BadInput("kept compares an edit with its source, and a prompt has none")
-    text = f"Is all that the instruction does not name the same in both? {RATE}"
-    questions = [show_edit(text, *row) for row in zip(images, prompts, targets)]
-    return score("kept", questions, read_rating)
-
-def yes(images, prompts, targets=None):
-    """P(yes), 0 to 1, of `judge`'s model, asked whether the picture shows what the prompt says, as
-    VQAScore asks (arXiv 2404.01291)."""
-    text = 'Does this figure show "{}"? Please answer yes or no.'
-    questions = [(text.format(prompt), to_url(image)) for image, prompt in zip(images, prompts)]
-    return score("yes", questions, read_yes)
-
-def compare(images, prompts, targets=None):
-    """How often it beats the other images of its group, 0 to 1; a tie is half. `judge`'s model sees
-    each pair in both orders, G(G - 1) calls for a group of G. Equal images tie without a call."""
-    text = ("Which picture shows this better, the first or the second: {}? "
-            "Answer with one digit: 1, 2, or 0 if neither is better.")
-    urls = [to_url(image) for image in images]
-    questions = {}  # of each pair (i, j), of which i is shown first
-    # Equal prompts stand next to each other. Images of two prompts are never compared; those of
-    # edit.py are equal if their sources are, too.
-    for _, group in itertools.groupby(
-            range(len(images)), lambda i: (prompts[i], getattr(prompts[i], "source", None))):
-        for i, j in itertools.permutations(group, 2):
-            questions[i, j] = (text.format(prompts[i]), urls[i], urls[j])
-    asked = [question for question in questions.values() if question[1] != question[2]]
-    winners = ask("compare", asked, read_winner)
-    wins = [[] for _ in images]
-    for (i, j), question in questions.items():
-        win = winners.get(question)
-        win = 0.5 if win is None else win
-        wins[i].append(win)
-        wins[j].append(1 - win)
-    return [sum(each) / len(each) if each else 0.5 for each in wins]
-
-compare.relative = True  # its scores say nothing across calls, as each call has other opponents
-
-# --- The list -----------------------------------------------------------------
-def main():
-    own = {name: function for name, function in globals().items() if inspect.isfunction(function)
-           and [*inspect.signature(function).parameters] == ["images", "prompts", "targets"]}
-    listed = "\n".join([f"{name:12} {inspect.getdoc(own[name])}" for name in own])
-    parser = argparse.ArgumentParser(description=f"{__doc__}\n{listed}",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    parser.print_help()
-
 if __name__ == "__main__":
-    main()
+    print(__doc__)
+    for function in filter(inspect.isfunction, [*globals().values()]):
+        if [*inspect.signature(function).parameters] == ["images", "prompts", "targets"]:
+            print(f"{function.__name__:10} {inspect.getdoc(function)}")

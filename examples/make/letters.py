@@ -10,7 +10,7 @@ The model is made as that of tiny.py, with other codes: a code is a letter of 32
 image of 160 x 32 is a word. The DiT and VAE are fitted to render the letters, and the policy to
 copy the letters of its prompt, which it gets right with a probability of 0.45.
 """
-import functools, string, sys
+import string
 from pathlib import Path
 
 import torch
@@ -18,10 +18,9 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image, ImageDraw, ImageFont
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of grpo.py
 import grpo
 from examples.make import tiny
-from examples.rewards import match_letters, need
+from examples.rewards import load_reader, match_letters
 
 # The codes. The first is for the draft only: prompts and codes share their embeddings, so a policy
 # that looks for an A would otherwise find it 245 times in the draft. The last code is a blank.
@@ -63,12 +62,6 @@ def draw_words(B=16):
     """Words of random letters -> prompts, and the codes that copy them [B, SIZE]."""
     codes = torch.randint(1, len(ALPHABET), (B, SIZE))
     return ["".join([ALPHABET[code] for code in row]) for row in codes], codes
-
-@functools.cache
-def load_reader():
-    need("onnxruntime", "rapidocr onnxruntime")
-    return need("rapidocr", "rapidocr onnxruntime").RapidOCR(params={
-        "Global.log_level": "error", "EngineConfig.onnxruntime.intra_op_num_threads": 1})
 
 def read(image):
     """What RapidOCR's recognizer reads. Its detector is slow and not needed here."""
