@@ -81,8 +81,8 @@ def test_compare_by_hand(server):
     assert score(compare, [10, 30, 20, 200, 200, 50], "x x x y y z") == [0, 1, 0.5, 0.5, 0.5, 0.5]
     text = "Which picture shows this better, the first or the second: x? Answer with one digit: 1, 2, or 0 if neither "
     assert sum([asked.startswith(text) for asked, *_ in server.asked]) == 3 * 2
-    server.answer = lambda text, pictures: "?" if find_greens(pictures) == [10, 30] else "2"
-    assert score(compare, [10, 30, 50, 70], "x x y y") == [0.75, 0.25, 0.5, 0.5]
+    server.answer = lambda text, pictures: {10: "?", 50: "0"}.get(find_greens(pictures)[0], "2")
+    assert score(compare, [10, 30, 50, 70, 80, 90], "x x y y z z") == [0.75, 0.25, 0.75, 0.25, 0.5, 0.5]
 
 def test_edits_are_shown_with_their_source(server):
     """Without its source, or with another's, no edit can be judged. A photo is shown small. Two prompts of one
