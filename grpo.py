@@ -55,14 +55,14 @@ def from_first(function, *args):
 def write_file(path, data):
     """Writes another file, waits for the disk, and renames it: the old or the new one is whole."""
     partial = path.with_name(f"{path.name}.part")
-    with open(partial, "wb") as file:
-        file.write(data)
+    partial.write_bytes(data)
+    with open(partial, "rb+") as file:
         os.fsync(file)
     partial.replace(path)
 
 # --- Settings -----------------------------------------------------------------
 # Each field is a flag: `python grpo.py --group-size 8`.
-TINY_MODEL = str(Path(__file__).resolve().parent / "examples/tiny-glm-image")
+TINY_MODEL = str(Path(__file__).with_name("examples") / "tiny-glm-image")
 
 def flag(default, text):
     return transformers.hf_argparser.HfArg(default=default, help=text)
@@ -108,7 +108,7 @@ class Config:
             path = getattr(self, name)
             if path and (name != "model" or os.path.exists(path)):  # a model may be a hub id
                 setattr(self, name, os.path.abspath(path))
-        parts = [part.strip() for part in self.reward.split(",")]
+        parts = self.reward.split(",")
         self.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
         if self.resume and self.out not in (None, self.resume):
             raise BadInput("--resume goes on in its own folder: copy that, and leave --out away")
@@ -188,8 +188,6 @@ def load_prompts(path=None):
         text, _, target = line.strip().partition("\t")
         if text and not text.startswith("#"):
             prompts.append(Prompt(text, target and path.parent / target.strip()))
-    if not prompts:
-        raise BadInput(f"--prompts {path}: must have a prompt on each line")
     return prompts
 
 # A reward is any function that gives each image a finite number, higher is better. Only differences
@@ -231,8 +229,7 @@ def import_name(text):
     path = Path(path).resolve()
     sys.path.append(str(path.parent))
     module = importlib.import_module(path.stem) if path.is_file() else None
-    found = Path(getattr(module, "__file__", "")).resolve()
-    if found != path or not hasattr(module, name):
+    if Path(getattr(module, "__file__", "")).resolve() != path or not hasattr(module, name):
         raise BadInput(f"{text}: must be file.py:name, of a file whose name no other module has")
     return getattr(module, name)
 
@@ -286,10 +283,9 @@ class LoRALinear(nn.Module):
         update, which is below half a unit of its last place. So `addmm_` adds W x to 2 B A x in
         fp32, and rounds once: then updates are right on average."""
         rows = inputs.reshape(-1, self.linear.in_features)
-        if self.enabled:
-            output = rows @ self.lora_A.T.to(rows.dtype) @ self.lora_B.T.to(rows.dtype)
-        else:  # the same product with zeros, so that the KL begins at exactly 0
-            output = rows.new_zeros(len(rows), self.linear.out_features)
+        # Off, B is 0 and all else is the same, so that the KL begins at exactly 0.
+        B = self.lora_B if self.enabled else torch.zeros_like(self.lora_B)
+        output = rows @ self.lora_A.T.to(rows) @ B.T.to(rows)
         output.addmm_(rows, self.linear.weight.T, beta=2)
         if self.linear.bias is not None:
             output += self.linear.bias
@@ -368,18 +364,16 @@ def choose_prompts(step, num_prompts, config):
 class GRPOTrainer:
     """Trains a wrapper's policy. rewards: {name: (function, weight)}; default: config.reward's."""
     def __init__(self, config, wrapper, prompts, rewards=None):
+        self.config = config = dataclasses.replace(config)  # another trainer may have the same
         if rewards is not None:  # they are in no file: no command may go on with others
-            names = [f"{name}()={weight}" for name, (_, weight) in rewards.items()]
-            config = dataclasses.replace(config, reward=",".join(names))
-        self.config = config
+            config.reward = ",".join(f"{name}()={rewards[name][1]}" for name in rewards)
         self.wrapper = wrapper
         self.prompts = [Prompt(prompt, getattr(prompt, "target", None)) for prompt in prompts]
         self.rewards = load_rewards(config.reward) if rewards is None else rewards
         self.step = 0  # the last one that was made
         self.history = []  # one row a step
-        new = time.strftime(f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}")
-        self.out = Path(config.resume or config.out or from_first(os.path.abspath, new))
-        self.is_new = not config.resume  # two new runs never share a folder
+        new = from_first(time.strftime, f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}")
+        self.out = Path(config.resume or config.out or new).absolute()
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
         self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
@@ -405,14 +399,14 @@ class GRPOTrainer:
                 self.save(0)  # pictures before training
 
     def open_folder(self):
-        """-> the checkpoint, or None. The log's line i is of step i; a step that has a line and no
-        checkpoint is made again."""
-        attempt("--out", self.out.mkdir, parents=True, exist_ok=not self.is_new)
-        self.is_new = False  # a notebook's cell may be run again
+        """-> the checkpoint, or None. Line i of the log is of step i; a step that has a line and no
+        checkpoint is made again. Two new runs never share a folder."""
+        attempt("--out", self.out.mkdir, parents=True, exist_ok=bool(self.config.resume))
+        self.config.resume = str(self.out)  # a notebook's cell may be run again
         checkpoint = self.out / "checkpoint.pt"
         log = self.out / "metrics.jsonl"
         if not (checkpoint.exists() or log.exists()):
-            return None
+            return
         state = attempt("--resume", torch.load, checkpoint, "cpu", weights_only=True)
         lines = log.read_text().splitlines(True)[:state["step"]] if log.exists() else []
         self.history = [json.loads(line) for line in lines]
@@ -421,7 +415,7 @@ class GRPOTrainer:
 
     def save_settings(self):
         """All that is needed to go on, beside the checkpoint, and to know what was trained."""
-        lines = [f"{p}\t{p.target}\n" if p.target else f"{p}\n" for p in self.prompts]
+        lines = [f"{prompt}\t{prompt.target or ''}".strip() + "\n" for prompt in self.prompts]
         write_file(self.out / "prompts.txt", "".join(lines).encode())
         settings = {name: value for name, value in vars(self.config).items()
                     if name not in ("prompts", "out", "resume")}
@@ -433,7 +427,7 @@ class GRPOTrainer:
         started = time.perf_counter()
         for step in range(self.step + 1, config.steps + 1):
             # Adam's first steps have full size, though their direction is hardly known.
-            lr = config.lr * min(1, step / max(1, config.warmup_steps))
+            lr = config.lr * min(1, step / (config.warmup_steps or 1))
             self.optimizer.param_groups[0]["lr"] = lr
             indices, seeds = choose_prompts(step, len(self.prompts), config)
             prompts = [self.prompts[i] for i in indices]
@@ -491,8 +485,7 @@ class GRPOTrainer:
                 raise BadInput(f"--wrapper: a layer of its lora_layers got no gradient: {name}")
             if WORLD_SIZE > 1:
                 torch.distributed.all_reduce(weight.grad)  # a sum; the losses were divided
-        weights = self.lora.weights.values()
-        grad_norm = nn.utils.clip_grad_norm_(weights, self.config.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(self.lora.weights.values(), self.config.max_grad_norm)
         if grad_norm.isfinite():  # a NaN would stay in Adam's moments for ever
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -504,7 +497,7 @@ class GRPOTrainer:
             values = torch.tensor([*metrics.values()], dtype=torch.float64, device=DEVICE)
             torch.distributed.all_reduce(values)
             metrics = dict(zip(metrics, (values / WORLD_SIZE).tolist()))
-        metrics["gpu_gib_max"] = torch.cuda.max_memory_allocated() / 2**30  # of this GPU
+        metrics["gpu_gib_max"] = torch.cuda.max_memory_allocated() / 2**30  # on this one
         row = dict(step=step) | metrics
         self.step = step
         self.history.append(row)
@@ -561,13 +554,11 @@ def record_graph(function, inputs):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = function(*copies)
-
     def replay(*inputs):
         for copy, tensor in zip(copies, inputs):
             copy.copy_(tensor)
         graph.replay()
         return result
-
     return replay
 
 class GLMImageWrapper:
@@ -589,7 +580,7 @@ class GLMImageWrapper:
         self.ar = nn.ModuleList([policy.model.language_model, policy.lm_head]).train()
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae]).eval()
         both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False)
-        # Activations are computed again in the backward pass. `.train()` is for that.
+        # In training mode, activations are computed again in the backward pass.
         policy.activation_checkpointing_enable()
         for name, norm in self.ar.named_modules():  # one kernel in the place of eight
             if hasattr(norm, "variance_epsilon"):
@@ -703,8 +694,8 @@ class GLMImageWrapper:
         images = []
         for prompt, seed, group in zip(prompts, seeds, codes.flatten(2), strict=True):
             for part in group.split(config.micro_batch_size):  # [B, 4 h w]
-                # ~seed is -seed - 1: the noise has other random numbers than the tokens.
-                noise = [torch.Generator().manual_seed(~seed) for _ in part]
+                # The noise has other random numbers than the tokens.
+                noise = [torch.Generator().manual_seed(-seed - 1) for _ in part]
                 images += self.pipe(  # given codes, it skips its AR half
                     [prompt] * len(part), prior_token_ids=part, generator=noise,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
@@ -717,18 +708,17 @@ def parse_args(argv=None):
     wrapper's `defaults`. A run that goes on has its config.json in the place of both."""
     parser = transformers.HfArgumentParser(Config, allow_abbrev=False, usage="%(prog)s [flags]")
     typed = parser.parse_args(argv)
-    path = Path(typed.resume or "", "config.json").absolute()
+    path = Path(f"{typed.resume}/config.json").absolute()
     goes_on = typed.resume and (path.exists() or not typed.out)  # a job names both: it may begin
     if goes_on:
-        settings = attempt("--resume", lambda: json.loads(path.read_bytes()))
+        settings = json.loads(attempt("--resume", path.read_bytes))
         settings["prompts"] = str(path.with_name("prompts.txt"))
     else:
         if typed.wrapper:  # the tiny GLM-Image and its settings are not for another wrapper
             own = getattr(import_name(typed.wrapper), "defaults", {})
             parser.set_defaults(**dict(model=None) | own)
-        model = parser.parse_args(argv).model
-        path = Path(model or "", "grpo.json")
-        settings = json.loads(path.read_bytes()) if model and path.exists() else {}
+        path = Path(f"{parser.parse_args(argv).model}/grpo.json")
+        settings = json.loads(path.read_bytes()) if path.exists() else {}
     parser.set_defaults(**settings)
     config = Config(**vars(parser.parse_args(argv)))
     for name, value in settings.items():
@@ -751,7 +741,7 @@ def main(argv=None):
         wrapper = Wrapper.from_pretrained(config.model, config)
         GRPOTrainer(config, wrapper, prompts).train()
     except (BadInput, KeyboardInterrupt) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: error: {str(error) or 'stopped; --resume goes on'}")
+        sys.exit(f"{Path(__file__).name}: error: {str(error) or 'stopped; --resume goes on'}")
     if WORLD_SIZE > 1:
         torch.distributed.destroy_process_group()
 
