@@ -151,13 +151,13 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
         ratio = exp(new - old), clipped to 1 - clip_range .. 1 + clip_range
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1
-    Log-probs are [N, T], advantages [N]. Only `new_logprobs` gets a gradient. k3, the third
-    estimator in Schulman's "Approximating KL Divergence", is never below 0, and on average it is
-    the KL, if `new` drew the tokens. A wrapper that knows the exact KL gives it as `kl`.
+    Log-probs are [N, T], advantages [N] or [N, T]. Only `new_logprobs` gets a gradient. k3, the
+    third estimator in Schulman's "Approximating KL Divergence", is never below 0, and on average it
+    is the KL, if `new` drew the tokens. A wrapper that knows the exact KL gives it as `kl`.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
     ratio = (new_logprobs - old_logprobs.detach()).clamp(max=20).exp()  # [N, T], finite
-    A = advantages.detach().to(ratio).view(len(ratio), 1)
+    A = advantages.detach().to(ratio).view(len(ratio), -1)  # [N, 1]
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * A
     loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
@@ -579,7 +579,7 @@ class GLMImageWrapper:
         self.policy = policy = pipe.vision_language_encoder  # its vision tower is not used here
         self.ar = nn.ModuleList([policy.model.language_model, policy.lm_head]).train()
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae]).eval()
-        both = nn.ModuleList([self.ar, self.dit]).requires_grad_(False)
+        both = nn.ModuleList([self.ar, self.dit.requires_grad_(False)])
         # In training mode, activations are computed again in the backward pass.
         policy.activation_checkpointing_enable()
         for name, norm in self.ar.named_modules():  # one kernel in the place of eight
