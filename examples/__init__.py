@@ -1,9 +1,10 @@
 """How the programs here start, and how they end. `python -m examples.evaluate` starts one."""
 import argparse, os, sys
 
-def read_flags(doc, add_flags):
+def read_flags(doc, add_flags, and_more=False):
     """-> what was typed. A program calls this before its imports, which take seconds; `add_flags`
-    gets argparse's `add_argument`, and `doc` stands above the flags."""
+    gets argparse's `add_argument`, and `doc` stands above the flags. With `and_more`, other flags
+    are those of grpo.py: a list, `flags`."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_flags(parser.add_argument)
@@ -11,7 +12,10 @@ def read_flags(doc, add_flags):
         parser.print_help()
         parser.exit()
     os.environ |= dict(WORLD_SIZE="1", RANK="0")  # it runs alone, also in a job of several machines
-    return parser.parse_args()
+    args, args.flags = parser.parse_known_args()
+    if args.flags and not and_more:
+        parser.error(f"unknown: {' '.join(args.flags)}")
+    return args
 
 def fail(message):
     """Ends the program with one line, as grpo.py does."""
