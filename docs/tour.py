@@ -31,11 +31,13 @@ weights, and draws squares of eight colours.
 """
 
 # %%
-import contextlib, dataclasses, io, os, sys, tempfile
+import contextlib, dataclasses, io, os, pathlib, sys, tempfile
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of this fits a CPU
 os.environ["TQDM_DISABLE"] = "1"  # no progress bars,
 sys.modules["tqdm.notebook"] = None  # nor those of Jupyter
-sys.path.insert(0, "..")  # the folder of grpo.py
+here = pathlib.Path.cwd()
+os.chdir(next(folder for folder in (here, *here.parents) if (folder / "grpo.py").exists()))
+sys.path.insert(0, os.getcwd())  # the folder of grpo.py
 import grpo  # before torch, because it sets how torch's threads wait
 import diffusers, matplotlib, torch, transformers
 import matplotlib.pyplot as plt
@@ -94,11 +96,10 @@ to each of its linear layers, and only these matrices are trained ([`LoRA`](../g
 # %%
 config = grpo.parse_args(["--group-size", "8"])
 wrapper = grpo.GLMImageWrapper.from_pretrained(config.model, config)
+weights = {"DiT and VAE": [*wrapper.dit.parameters()], "AR half": [*wrapper.ar.parameters()]}
 torch.manual_seed(0)
 lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
-
-weights = {"DiT and VAE": [*wrapper.dit.parameters()], "AR half": [*wrapper.ar.parameters()],
-           "its LoRA": [*lora.weights.values()]}
+weights["its LoRA"] = [*lora.weights.values()]
 counts = [sum([weight.numel() for weight in part]) / 1000 for part in weights.values()]
 trained = [all([weight.requires_grad for weight in part]) for part in weights.values()]
 _, axes = plt.subplots(figsize=(6, 1.4))
@@ -189,12 +190,11 @@ The reward `color` says how close the mean colour of a picture is to the colour 
 names ([`reward_color`](../grpo.py)). The advantages are the rewards minus the mean of the group,
 divided by the std of the group, so that the scale of a reward does not matter
 ([`compute_advantages`](../grpo.py)). The std divides by n - 1, and gets 1e-6 more, in case it is 0.
-(In the cell, `None` are targets, pictures to imitate, which this reward does not need.)
 """
 
 # %%
 color = {"color": (grpo.reward_color, 1.0)}  # a function, and its weight in the sum of all rewards
-rewards, _ = grpo.compute_rewards(images, rollout.prompts, [None] * 8, color)
+rewards, _ = grpo.compute_rewards(images, rollout.prompts, color)
 advantages = grpo.compute_advantages(rewards, group_size=8)
 
 by_hand = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
@@ -448,7 +448,7 @@ random numbers, before and after, with their rewards:
 # %%
 again = wrapper.sample([prompt], config.group_size, seeds=[1])
 images_again = wrapper.decode([prompt], again.tokens, seeds=[1])
-rewards_again, _ = grpo.compute_rewards(images_again, again.prompts, [None] * 8, color)
+rewards_again, _ = grpo.compute_rewards(images_again, again.prompts, color)
 titles = [f"{r:.2f}, {a:.2f}" for r, a in zip(rewards, rewards_again)]
 show(images, images_again, titles=titles)
 print(f"mean reward {rewards.mean():.2f} before, {rewards_again.mean():.2f} after")
@@ -471,7 +471,7 @@ four for each. Its settings are the flags that one would type after `python grpo
 """
 
 # %%
-prompts, _ = grpo.load_prompts(None)  # those of prompts.txt
+prompts = grpo.load_prompts()  # those of prompts.txt
 
 def train(flags, rewards=None):
     """-> a trainer that is done. Its files are in a new folder; here it prints nothing."""
@@ -523,7 +523,7 @@ captions = [textwrap.fill(prompt, 16) for prompt in prompts[:8]]
 
 def read_samples(trainer, step):
     """What a run saves: a picture for each of its first eight prompts, always from equal seeds."""
-    sheet = grpo.open_image(trainer.out / f"samples_{step:05d}.png")
+    sheet = Image.open(trainer.out / f"samples_{step:05d}.png")
     return [sheet.crop((128 * i, 0, 128 * i + 128, 128)) for i in range(8)]
 
 show(*[read_samples(trainer, step) for step in (0, 10, 20)], titles=captions)
@@ -551,14 +551,14 @@ each code, and compare:
 @torch.no_grad()
 def measure_kl(trainer, step):
     """Pictures by the weights of a step -> the exact KL of their codes, and k3, both [64, 272]."""
-    trainer.lora.load_folder(trainer.out / f"adapter_{step:05d}")
+    trainer.lora.load(trainer.lora.read(trainer.out / f"adapter_{step:05d}"))
     rollout = trainer.wrapper.sample(prompts[:8], 8, range(8))
     ids, mask, position_ids = trainer.wrapper.encode(rollout.prompts)
     inputs = torch.cat([ids, rollout.tokens[:, :-1]], 1), mask[:, :-1], position_ids[..., :-1]
     new = trainer.wrapper.forward(*inputs, 272).log_softmax(-1)  # [64, 272, 8]
-    trainer.lora.enabled = False
+    grpo.LoRALinear.enabled = False
     ref = trainer.wrapper.forward(*inputs, 272).log_softmax(-1)
-    trainer.lora.enabled = True
+    grpo.LoRALinear.enabled = True
     d = (ref - new).gather(2, rollout.tokens[:, :, None]).squeeze(2)
     return (new.exp() * (new - ref)).sum(2), d.exp() - d - 1
 
@@ -623,7 +623,7 @@ add `color` with a weight of 0: it is logged, and changes nothing. Look at the p
 """
 
 # %%
-calm = train("--reward ../examples/rewards.py:jpeg,color=0 --kl-coef 0 --steps 15 --save-every 5")
+calm = train("--reward examples/rewards.py:jpeg,color=0 --kl-coef 0 --steps 15 --save-every 5")
 samples = {step: read_samples(calm, step) for step in (0, 5, 10, 15)}
 show(*samples.values(), titles=captions)
 
@@ -640,7 +640,7 @@ for each, name in zip(axes, calm.rewards):
     each.plot(range(1, 16), curve(calm, f"reward/{name}"), color="silver")
     each.set(xlabel="step", ylabel=name, xticks=[*samples], title="line: log, dots: saved pictures")
 for step, pictures in samples.items():
-    _, scores = grpo.compute_rewards(pictures, prompts[:8], [None] * 8, calm.rewards)
+    _, scores = grpo.compute_rewards(pictures, prompts[:8], calm.rewards)
     values = [scores[f"reward/{name}"] for name in calm.rewards]
     for each, value in zip(axes, values):
         each.plot(step, value, "ko")
@@ -661,15 +661,15 @@ for 24 prompts that were not trained on, from the base model and from the model 
 """
 
 # %%
-held_out, _ = grpo.load_prompts("../examples/make/held_out.txt")
+held_out = grpo.load_prompts("examples/make/held_out.txt")
 
 def score(enabled):
     """Rewards of 8 pictures for each prompt, by the model with its LoRA or without -> [24, 8]."""
-    trainer.lora.enabled = enabled
+    grpo.LoRALinear.enabled = enabled
     seeds = range(100, 100 + len(held_out))
     rollout = trainer.wrapper.sample(held_out, 8, seeds)
     images = trainer.wrapper.decode(held_out, rollout.tokens, seeds)
-    rewards, _ = grpo.compute_rewards(images, rollout.prompts, [None] * len(images), color)
+    rewards, _ = grpo.compute_rewards(images, rollout.prompts, color)
     return rewards.view(-1, 8).numpy()
 
 base, trained = score(False), score(True)
@@ -679,13 +679,13 @@ base, trained = score(False), score(True)
 There is a way to better pictures without any training: draw k of them, and keep the one with the
 highest reward. This costs k times as much for every picture that anyone wants, and training costs
 once. So this **best of k** is what a trained model has to beat
-([`weigh_best`](../examples/intervals.py) finds it from eight). The bars and the band are 95 %
+([`weigh_best`](../examples/evaluate.py) finds it from eight). The bars and the band are 95 %
 intervals of the mean over prompts like these, of which 24 are a sample
-([`find_interval`](../examples/intervals.py)).
+([`find_interval`](../examples/evaluate.py)).
 """
 
 # %%
-from examples.intervals import find_interval, weigh_best
+from examples.evaluate import find_interval, weigh_best
 
 best = np.array([[weigh_best(scores, k) @ scores for scores in base] for k in range(1, 9)])
 _, axes = plt.subplots(figsize=(5, 2.8))
@@ -769,7 +769,7 @@ groups of 8 and as 32 groups of 2. Which advantages are closer to those of the l
 ```python
 many = wrapper.sample(["a blue bird"], group_size=64, seeds=[3])
 images = wrapper.decode(["a blue bird"], many.tokens, seeds=[3])
-rewards, _ = grpo.compute_rewards(images, many.prompts, [None] * 64, color)
+rewards, _ = grpo.compute_rewards(images, many.prompts, color)
 of_64, of_8, of_2 = [grpo.compute_advantages(rewards, size) for size in (64, 8, 2)]
 
 # A group of 2 says which of the two is better, but not by how much: plus or minus the root of 1/2
@@ -784,8 +784,7 @@ assert np.corrcoef(of_64, of_2)[0, 1] < np.corrcoef(of_64, of_8)[0, 1]
 
 **3. A wrapper of 30 lines.** Train another kind of model with the same trainer: one that consists
 of a single linear layer and draws 8 x 8 dots, each black or white. Teach it to draw light above and
-dark below. The comment "To train another kind of model" in [`grpo.py`](../grpo.py) lists what a
-wrapper needs; `Rollout` and `sample_codes` help.
+dark below. The comment above [`choose_prompts`](../grpo.py) lists what a wrapper needs; `Rollout` and `sample_codes` help.
 
 <details>
 <summary>Solution</summary>
@@ -801,13 +800,9 @@ class Dots:
     def __init__(self, config):
         self.config = config
         self.policy = nn.Sequential(nn.Linear(1, 128), nn.Unflatten(1, (64, 2)))
-        self.policy.requires_grad_(False)
 
-    def encode(self, prompts):
-        return torch.ones(len(prompts), 1)  # it does not read them
-
-    def compute_all_logprobs(self, prompts):
-        return self.policy(self.encode(prompts)).log_softmax(2)  # [N, 64, 2]
+    def compute_all_logprobs(self, prompts):  # it does not read them
+        return self.policy(torch.ones(len(prompts), 1)).log_softmax(2)  # [N, 64, 2]
 
     @torch.no_grad()
     def sample(self, prompts, group_size, seeds):
