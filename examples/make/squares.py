@@ -1,16 +1,16 @@
-"""A small world for edit.py: pictures of 3 x 3 coloured squares, instructions such as "paint the
-red squares blue", and a small GLM-Image that follows them half of the time.
+"""A small world for edit.py: pictures of 3 x 3 colored squares, instructions such as "paint the red
+squares blue", and a small GLM-Image that follows them half of the time.
 
     python -m examples.make.squares    # one or two minutes
-    python -m examples.edit --model runs/squares --out runs/edit
+    python grpo.py --wrapper examples/edit.py:EditWrapper --model runs/squares --out runs/edit
 
 The folder runs/squares gets pictures, prompts for training, prompts that are held out, and the
 model. That has the real classes and eight codes, the COLORS of grpo.py. DiT and VAE are those of
-the tiny GLM-Image, the vision tower knows the colours, and the policy has two layers. It is fitted
+the tiny GLM-Image, the vision tower knows the colors, and the policy has two layers. It is fitted
 to edit, and then to make mistakes: it leaves half of the squares that it should paint, and 35 % of
-all squares get some other colour.
+all squares get some other color.
 """
-import random, sys
+import random
 from pathlib import Path
 
 import diffusers
@@ -18,13 +18,12 @@ import torch
 import transformers
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of grpo.py
 import grpo
 from examples.edit import EditWrapper
 from examples.make import tiny
 
 SIDE = 3  # squares in a row and in a column
-NAMES = list(grpo.COLORS)  # code k is the colour NAMES[k]
+NAMES = list(grpo.COLORS)  # code k is the color NAMES[k]
 PALETTE = torch.stack(list(grpo.COLORS.values()))  # [V, 3], in 0..1
 
 def make_settings(folder):
@@ -39,13 +38,13 @@ def paint(codes):
     return Image.fromarray(pixels).resize((32 * SIDE, 32 * SIDE), Image.NEAREST)
 
 def look(image):
-    """The inverse of `paint`: the code whose colour is nearest to the mean of each square."""
+    """The inverse of `paint`: the code whose color is nearest to the mean of each square."""
     pixels = grpo.pil_to_tensor([image])
     means = torch.nn.functional.avg_pool2d(pixels, 32)[0].movedim(0, 2)  # [SIDE, SIDE, 3]
     return (means[:, :, None] - PALETTE).square().sum(3).argmin(2)
 
 def edit(codes, instruction):
-    """What the squares should be: "paint the red squares blue" names the old and the new colour."""
+    """What the squares should be: "paint the red squares blue" names the old and the new color."""
     old, new = [NAMES.index(word) for word in instruction.split() if word in NAMES]
     return torch.where(codes == old, new, codes)
 
@@ -56,7 +55,7 @@ def right(images, prompts, targets):
 
 def write_prompts(folder):
     """Pictures, and three files of prompts. Those of held_out.txt have pictures that no prompt of
-    prompts.txt has. Those of new_pairs.txt have new pictures and new pairs of colours."""
+    prompts.txt has. Those of new_pairs.txt have new pictures and new pairs of colors."""
     rng = random.Random(0)
     lines = dict(prompts=[], held_out=[], new_pairs=[])
     for number in range(200):
@@ -92,8 +91,8 @@ def make_model(folder):
 
 def fit_policy(wrapper, chance, share, steps, lr):
     """Fits it to edit a square with probability `share`, and else to leave it as it is."""
-    prompts, sources = EditWrapper.load_prompts(wrapper.config.prompts)
-    before = torch.stack([look(grpo.open_image(source)) for source in sources])
+    prompts = grpo.load_prompts(wrapper.config.prompts)
+    before = torch.stack([look(Image.open(prompt.target)) for prompt in prompts])
     after = torch.stack([edit(*pair) for pair in zip(before, prompts)])
 
     def draw(B=16):
