@@ -4,7 +4,7 @@ They need trl==1.16.0 and peft==0.21.2, but neither network nor GPU.
 Both sides do the same arithmetic in a different order, so nothing but rounding may come between them. Each
 comparison has controls: other settings, for which the same comparison must fail by far.
 """
-import os, runpy, shutil, subprocess, sys, types
+import copy, os, runpy, shutil, subprocess, sys, types, warnings
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +12,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests compare tensors on the CPU
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # or `rollout_func` warns
 
-import accelerate, datasets, peft, pytest, tokenizers, torch, transformers, trl
+import datasets, peft, pytest, tokenizers, torch, transformers, trl
 import numpy as np
 from PIL import Image
 
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import grpo
 from conftest import perturb
+from examples.make import tiny
 
 torch.set_num_threads(1)
 V, T = 32, 5  # codes, tokens of a sample
@@ -72,24 +73,21 @@ class Llama:
         self.policy = make_llama()
         self.rollouts = []  # of training
 
-    def encode(self, prompts):
-        return torch.tensor(tokenize(prompts))
-
     def sample(self, prompts, group_size, seeds):
         """Draws higher codes more often, whatever the policy: like a program that has other weights."""
-        prompts = np.repeat(prompts, group_size).tolist()
+        prompts = [prompt for prompt in prompts for _ in range(group_size)]
         logprobs = torch.linspace(0, 1, V).log_softmax(0)
         rng = torch.Generator().manual_seed(seeds[0])
         tokens = torch.multinomial(logprobs.exp(), len(prompts) * T, True, generator=rng).view(-1, T)
         rollout = grpo.Rollout(prompts, tokens, logprobs[tokens], None)
-        self.rollouts += [rollout] * (group_size > 1)  # not what `save_samples` draws
+        self.rollouts += [rollout] * (group_size > 1)  # not the pictures that are saved
         return rollout
 
     def decode(self, prompts, tokens, seeds):
         return [Image.fromarray(row[None].byte().numpy()) for row in tokens]
 
     def compute_logprobs(self, rollout):
-        ids = self.encode(rollout.prompts)
+        ids = torch.tensor(tokenize(rollout.prompts))
         logits = self.policy(torch.cat([ids, rollout.tokens], 1)).logits[:, ids.shape[1] - 1:-1]
         entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()
         return logits.log_softmax(2).gather(2, rollout.tokens[:, :, None]).squeeze(2), entropy
@@ -160,31 +158,25 @@ def distance(a, b):
     x, y = (torch.cat([torch.as_tensor(part[name]).double().flatten() for name in names]) for part in (a, b))
     return ((x - y).abs() / y.abs().clamp(min=1)).max().item()
 
-# --- Layers of others ---------------------------------------------------------------------------------------
-def test_layers_with_a_forward_of_their_own_are_refused():
-    """LoRA's took its place in silence: an adapter of peft was lost, in the KL's reference, too."""
-    tuned = peft.get_peft_model(make_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    hooked = make_llama()
-    accelerate.cpu_offload(hooked, "cpu")
-    for model, layers in ((tuned, r".*\.q_proj"), (tuned, r".*(q|k)_proj"), (hooked, r".*\.q_proj")):
-        with pytest.raises(grpo.BadInput, match="q_proj.*, of its lora_layers, must be an nn.Linear without a forward"):
-            grpo.LoRA(model, layers, rank=4)
-    perturb(grpo.LoRA(tuned, r".*\.k_proj", rank=4))
-    logits = tuned(torch.arange(T)[None]).logits
-    with pytest.raises(grpo.BadInput):
-        grpo.LoRA(tuned, r".*\.(k_proj|base_layer|lora_A)", rank=4)
-    assert torch.equal(tuned(torch.arange(T)[None]).logits, logits)  # what is refused changes nothing
+# --- Adapters -----------------------------------------------------------------------------------------------
+def test_peft_and_transformers_load_the_adapters(tmp_path):
+    """Both must give the policy that was trained, not the base, nor half of what it learned."""
+    def compute_logits():
+        return policy(input_ids=torch.arange(9)[None], logits_to_keep=9).logits
 
-def test_layers_that_torch_passes_by_are_refused():
-    """Without gradients nn.TransformerEncoderLayer reads the weights: the sampler had no LoRA. Conv1D is no nn.Linear."""
-    encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
-    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=V))
-    for model, layers in ((encoder, r"linear\d"), (gpt, r".*\.c_attn")):
-        with pytest.raises(grpo.BadInput, match="of its lora_layers, must be an nn.Linear"):
-            grpo.LoRA(model, layers, rank=4)
-    encoder.__class__ = type("Own", (torch.nn.TransformerEncoderLayer,), dict(forward=lambda self, x: self.linear1(x)))
-    for model, layers in ((encoder, r"linear\d"), (torch.nn.Sequential(encoder), r"0\.linear\d")):
-        grpo.LoRA(model, layers, rank=4)  # it calls them; and the second takes them over from the first
+    policy = tiny.make_models(grpo.COLORS).vision_language_encoder.eval()
+    stock = [copy.deepcopy(policy) for _ in range(2)]
+    lora = grpo.LoRA(policy, grpo.GLMImageWrapper.lora_layers, rank=4)
+    base = compute_logits()
+    perturb(lora)
+    lora.save(tmp_path, "some/model")
+    trained = compute_logits()
+    assert (trained - base).abs().max() > 0.01
+    with warnings.catch_warnings(action="ignore"):  # peft's own calls
+        peft.PeftModel.from_pretrained(stock[0], tmp_path)
+        stock[1].load_adapter(tmp_path)
+    for policy in stock:
+        torch.testing.assert_close(compute_logits(), trained, rtol=0, atol=1e-5)
 
 # --- Advantages and loss ------------------------------------------------------------------------------------
 @pytest.fixture
