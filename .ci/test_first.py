@@ -32,7 +32,6 @@ def test_the_columns_of_the_log(first):
     rows = table(README, "| column | step 1 |")
     for i, shown, line in ((0, first_shown, lines[0]), (1, last_shown, lines[-1])):
         numbers, in_text = (dict(re.findall(r"(\w+) +(\S+)", each)) for each in (line, shown))
-        del numbers["left"]  # which is no number
         in_table = {row[0]: row[i + 1].removeprefix("about ") for row in rows}
         assert ["step", *in_table] == [*numbers]
         assert float(numbers["sampler_gap"]) < 1e-6  # as settings.md says
@@ -43,9 +42,9 @@ def test_the_columns_of_the_log(first):
     assert told == json.loads((out / "metrics.jsonl").read_text().splitlines()[0]).keys()
 
 def test_the_stock_pipeline_with_an_adapter(first, tmp_path, monkeypatch):
-    """The block of the README, here with the adapter of the first command, paints what was learnt."""
+    """The page's block, here with the adapter of the first command, paints what was learnt."""
     monkeypatch.chdir(tmp_path)
-    code, = re.findall(r"^```python notest\n(import diffusers.*?)^```", README, re.DOTALL | re.MULTILINE)
+    code, = re.findall(r"^```python notest\n(import diffusers.*?)^```", SETTINGS, re.DOTALL | re.MULTILINE)
     for old, new in {"zai-org/GLM-Image": grpo.TINY_MODEL, "runs/mine/adapter_00100": str(first[0] / "adapter_00020"),
                      "bfloat16": "float32", "512": "128", '"cuda"': '"cpu"'}.items():
         assert old in code
