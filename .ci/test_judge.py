@@ -30,6 +30,7 @@ def server():
 
 @pytest.mark.parametrize("answer, rating", [
     ("7", 7), ("10", 10), ("0", 0), ("8.5", 8.5), (" **8.**\n", 8), ("<think>1</think>or 2?</think>\n\n8", 8),
+    ("Rating: 8/10", 8), ("**Score:** 8.5", 8.5), ("7, as it is a fox. 3 of 4", 7), ("9. It is one.", 9),
     ("10.5", None), ("4/5", None), ("3 foxes", None), ("yes", None), (None, None), (400, None), (422, None)])
 def test_ratings(server, caplog, answer, rating):
     """A rating is one number after the thoughts. What else is said, or refused, is worth 0, with one warning a call.
@@ -57,7 +58,7 @@ SPLIT = {"1": 0.5, "9": 0.25, "4": 0.25}  # each digit is a token
     (judge, [("8", {"8": 0.9, "2": 0.1}), ("</think>", {}), ("8", DIGITS), (".", {})], (8 * 4 + 6 * 2 + 10) / 7),
     (judge, [("1", SPLIT), ("0", {"0": 1})], (10 * 2 + 9 + 4) / 4), (judge, [("9", SPLIT)], (10 * 2 + 9 + 4) / 4),
     (judge, [("1", SPLIT)], (1 * 2 + 9 + 4) / 4), (judge, [("8", DIGITS), (".", {}), ("5", {"5": 1})], 8.5),
-    (judge, [("8.", {})], 8), (yes, [("Yes", {"Yes": 0.5, "yes": 0.1, "No": 0.2, "I": 0.2})], 0.75), (yes, "no", 0)])
+    (judge, [("8.", {})], 8), (yes, [("Yes", {"Yes": 0.5, "yes": 0.1, "No": 0.2, "I": 0.2})], 0.75), (yes, "No, 1 is.", 0)])
 def test_an_answer_is_a_mean(server, reward, pieces, value):
     """Single digits are mostly equal within a group. Where each is a token, a 1 begins 10, too."""
     server.says = {10: pieces}

@@ -68,13 +68,16 @@ def post(client, values, question):
             raise BadInput(f"{client.base_url} {asked['model']}: {message:.300}") from error
     return None, refusal
 
+# "8", "**Rating:** 8/10", "Yes, it does." or "2. It is sharper."; but not "3 foxes".
+ANSWER = re.compile(r"([\w *]*:)?\W*(?P<word>\w+(\.\d+)?)( ?/ ?10|,.*|\.\s.*)?\W*", re.DOTALL)
+
 def read(choice, values):
     """-> what an answer is worth; None if it is not one word after the model's thoughts. With
     log-probs, it is sum(P(word) * value of word) / sum(P(word)) over the likeliest words in its
     place: pictures of a group often have equal ratings, but hardly ever equal means."""
     text = (choice.message.content or "").rpartition("</think>")[2]
-    word = re.fullmatch(r"\W*(\w+(\.\d+)?)\W*", text)
-    value = values.get(word[1].lower()) if word else None
+    word = ANSWER.fullmatch(text)
+    value = values.get(word["word"].lower()) if word else None
     if value is None or choice.finish_reason == "length":  # cut off, it may be a thought
         return None
     if value > 5.5:  # where each digit is a token, "1" also begins 10, which is nearer

@@ -1,11 +1,12 @@
-"""Ready-made rewards; docs/rewards.md says what each of them needs. Use them in place, or change a
-copy. judge.py has more, which ask a vision-language model: judge, kept, yes and compare.
+"""Ready-made rewards: sharpness, even, ocr, clip, pickscore, aesthetic, jpeg, ssim and lpips. Use
+them in place, or change a copy; docs/rewards.md says what each of them needs.
 
     python grpo.py --steps 5 --reward examples/rewards.py:sharpness=5,color=1
     python grpo.py --reward examples/rewards.py:ocr --prompts words.txt
-    python -m examples.rewards    # lists them
+
+judge.py has more, which ask a vision-language model: judge, kept, yes and compare.
 """
-import difflib, functools, importlib, inspect, io, itertools, os, re, unicodedata, warnings
+import difflib, functools, importlib, io, itertools, os, re, unicodedata, warnings
 
 from grpo import BadInput, DEVICE, attempt, find_color, pil_to_tensor
 import diffusers
@@ -156,9 +157,3 @@ def lpips(images, prompts, targets):
         pair = pil_to_tensor(pair)
         scores.append(-load_lpips()(pair[:1], pair[1:], normalize=True).item())
     return scores
-
-if __name__ == "__main__":
-    print(__doc__)
-    for function in filter(inspect.isfunction, [*globals().values()]):
-        if [*inspect.signature(function).parameters] == ["images", "prompts", "targets"]:
-            print(f"{function.__name__:10} {inspect.getdoc(function)}")
