@@ -1,0 +1,100 @@
+"""Tests of measure.py and compare.py: what they count and compare. No GPU."""
+import difflib, functools, os, re, subprocess, sys, types
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest, torch, transformers
+
+import grpo
+from conftest import ROOT, table
+from examples import measure
+
+SMALL = "--batch-size 2 --group-size 2 --width 64 --height 64"
+
+@pytest.mark.parametrize("name", ["measure", "compare"])
+def test_help_takes_no_time(name):
+    """Flags are read before the imports: without site-packages there is no torch."""
+    done = subprocess.run([sys.executable, "-S", "-m", f"examples.{name}", "--help"], cwd=ROOT, capture_output=True)
+    assert f"python -m examples.{name}" in done.stdout.decode()
+
+def test_memory_is_that_of_the_page(run):
+    """The first row within 1 %, the caps on kernels, one wait a token, attention without masks in the update."""
+    out = run("measure", "memory --batch-size 1 --micro-batch-size 1")[1]
+    page = (ROOT / "docs/figures.md").read_text()
+    ours, theirs = [re.findall(r"\d+\.\d", " ".join(table(text, "| size | prompts x")[0])) for text in (out, page)]
+    assert [float(gib) for gib in ours] == pytest.approx([float(gib) for gib in theirs], rel=0.01) and len(ours) == 6
+    kernels, copies_in, copies_out, waits, masks = zip(*[row[1:] for row in table(out, "| what |")])
+    caps = 2410, 1770, 10200  # a token, a DiT pass, a micro-batch of one
+    assert all(0 < int(number.replace(",", "")) <= cap for number, cap in zip(kernels, caps)), kernels
+    assert copies_in[0] == "0" and copies_out[:2] == ("1", "0") and waits[:2] == ("0", "0")
+    assert masks == ("40 in 40 attentions", "0 in 30 attentions", "0 in 120 attentions")
+
+def test_no_weight_is_copied_back():
+    """Halves that take turns never changed, so the GPU just forgets them. A copy would be counted."""
+    with mock.patch.object(grpo, "DEVICE", measure.META):
+        wrapper = grpo.GLMImageWrapper(measure.make_real(measure.META, 1, 1), grpo.Config(offload="off"))
+    wrapper.offload = True
+    wrapper.cpu_copies = [(weight, weight.data) for weight in wrapper.ar.parameters()]
+    gpu = measure.FakeGPU()
+    with measure.imagine(gpu):
+        for half in (wrapper.ar, wrapper.dit, wrapper.ar):
+            wrapper.move_to_gpu(half)
+        assert gpu.counts["copies out"] == 0
+        wrapper.policy.lm_head.weight.cpu()
+    assert gpu.counts["copies out"] == 1
+
+def test_memory_of_janus(monkeypatch, capsys):
+    """Of one layer in its real width. More images at a time take more."""
+    config = functools.partial(transformers.JanusConfig, vision_config=dict(image_size=64))
+    monkeypatch.setattr(transformers, "JanusConfig", config)
+    monkeypatch.setattr(measure, "JANUS", {1: (1, 2048, 5632)})
+    measure.measure(types.SimpleNamespace(command="janus", flags=["--batch-size=2"]))
+    gib = [float(row[4]) for row in table(capsys.readouterr().out, "| weights |")]
+    assert gib == sorted(gib) and 0.5 < gib[0] < gib[-1] < 2 and len(gib) == 4
+
+def test_report_and_bench(small_draft, run, monkeypatch, capsys):
+    """Sampler and trainer agree, padding gives no NaN; each image of a stock rollout takes its own seconds."""
+    out = run("measure", f"report {SMALL}")[1]
+    gaps = re.findall(r"sampler_gap (\S+),", out)
+    assert len(gaps) == 2 and all(float(gap) < 1e-4 for gap in gaps) and "length: all finite" in out
+    monkeypatch.setattr(measure, "clock", lambda function, *args, **kwargs: (function(*args, **kwargs), (2.0, 0, 0)))
+    measure.measure(types.SimpleNamespace(command="bench", flags=SMALL.split(), groups=[3], repeats=2))
+    assert table(capsys.readouterr().out, "| group |") == ["3 18.000 2.000 2.000 2.000 4.5".split()]
+    assert run("measure", "bench --model random")[2] == "measure.py: error: --model random needs a GPU\n"
+
+def test_one_rounding_follows_the_true_change_and_two_do_not(monkeypatch, capsys):
+    """Here in narrow layers. A slope's error and kl by hand."""
+    truth = torch.randn(40, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noisy = [measure.compute_slope(0.3 * truth + torch.randn_like(truth), truth) for _ in range(60)]
+    assert 51 <= sum(abs(slope - 0.3) < 1.96 * error for slope, error in noisy) < 60
+    assert measure.compute_kl(torch.full((4, 5), 0.5)) == pytest.approx(2.718281828 ** -0.5 - 0.5)
+    sizes = dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=700)
+    monkeypatch.setattr(transformers, "GlmImageTextConfig", functools.partial(transformers.GlmImageTextConfig, **sizes))
+    monkeypatch.setattr(measure, "INIT", 0.06)
+    measure.measure(types.SimpleNamespace(command="updates", flags=["--group-size=3"], layers=[2], rates=[5e-5, 1e-4]))
+    rows = table(capsys.readouterr().out, "| layers |")
+    (small, *slopes), (large, *more) = [[float(cell.split()[0]) for cell in row[2:5]] for row in rows]
+    assert large == pytest.approx(2 * small, rel=0.1)
+    assert all(two < 0.6 and 0.9 < one < 1.1 for two, one in (slopes, more)), rows
+
+def test_pairs(run, refuse):
+    """Equal variants differ by exactly 0, also a patch that changes nothing; another as its rows say. What is
+    wrong in any of them is told before all training."""
+    text = Path(grpo.__file__).read_text()
+    for name, new in dict(same=f"# A comment\n{text}", worse=text.replace("-torch.min(", "torch.min(")).items():
+        lines = difflib.unified_diff(text.splitlines(True), new.splitlines(True), "a/grpo.py", "b/grpo.py")
+        Path(f"{name}.patch").write_text("".join(lines))
+    toy = f"--seeds 0 1 --steps 5 --lr 1e-3 --wrapper {ROOT}/examples/toy.py:Toy"
+    words = [os.path.abspath("same"), "--lr 1e-3", f"{os.path.abspath('worse')} --lr 2e-2", *toy.split()]
+    out, error = run("compare", mock.Mock(split=lambda: words))[1:]  # quotes hold a variant together
+    seeds = np.array(re.findall(r"(?m)^seed .+ (\S+) (\S+) (\S+)$", error), float).reshape(2, 4, 3)
+    assert (seeds[:, 0] == seeds[:, 1]).all() and (seeds[0, 0] != seeds[1, 0]).all()
+    cells = np.array(re.findall(r"(\S+) ± (\S+)", out), float).reshape(4, 3, 2)
+    assert cells == pytest.approx(np.stack([seeds.mean(0), seeds.std(0, ddof=1)], 2), abs=2e-4)
+    pairs = np.array(re.findall(r"(?m): (\S+), (\S+) \.\. (\S+)$", out), float).reshape(3, 3, 3)
+    assert not pairs[:2].any() and pairs[2, 0, 0] < -0.05
+    changes = seeds[:, 3] - seeds[:, 0]
+    mean, margin = changes.mean(0), 12.7062 * np.abs(changes[0] - changes[1]) / 2  # Student's t of two seeds
+    assert pairs[2] == pytest.approx(np.stack([mean, mean - margin, mean + margin], 1), abs=2e-3)
+    assert "nosuch" in refuse("compare", "nosuch") and "stepz" in refuse("compare", "nosuch --stepz 3")
