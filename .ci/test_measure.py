@@ -1,5 +1,5 @@
 """Tests of measure.py and compare.py: what they count and compare. No GPU."""
-import difflib, functools, os, re, subprocess, sys, types
+import difflib, functools, os, re, types
 from pathlib import Path
 from unittest import mock
 
@@ -11,12 +11,6 @@ from conftest import ROOT, table
 from examples import measure
 
 SMALL = "--batch-size 2 --group-size 2 --width 64 --height 64"
-
-@pytest.mark.parametrize("name", ["measure", "compare"])
-def test_help_takes_no_time(name):
-    """Flags are read before the imports: without site-packages there is no torch."""
-    done = subprocess.run([sys.executable, "-S", "-m", f"examples.{name}", "--help"], cwd=ROOT, capture_output=True)
-    assert f"python -m examples.{name}" in done.stdout.decode()
 
 def test_memory_is_that_of_the_page(run):
     """The first row within 1 %, the caps on kernels, one wait a token, attention without masks in the update."""
