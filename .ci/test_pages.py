@@ -144,8 +144,8 @@ def test_the_tests_of_the_page_pass_with_all_patches(apply, tmp_path, names):
     shutil.copy(ROOT / "test_grpo.py", tmp_path)
     for name in ("examples", "prompts.txt", "README.md", "requirements.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
-    maths = "advantages or clip or equal or gradient or k3 or metrics or ratio or reference or update or whole"
-    argv = [*"-m pytest -q -p no:cacheprovider test_grpo.py -m".split(), "not algorithm", "-k", f"({maths}) and not bf16"]
+    maths = "(gradient or ratio or reference or finite) and not bf16"
+    argv = [*"-m pytest -q -p no:cacheprovider test_grpo.py -m".split(), "not algorithm", "-k", maths]
     done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -202,22 +202,6 @@ def test_max_at_k_is_its_definition(apply, size):
     advantages = load(apply("max_at_k")).compute_advantages(rewards.flatten(), size)
     torch.testing.assert_close(advantages.view(3, size), by_hand / math.comb(size, k))
 
-def test_max_at_k_has_the_gradient_of_the_best_of_k(apply):
-    """Its mean over all draws of 5 from 3 pictures is the gradient of the expected best of 2, and GRPO's is not."""
-    rewards = torch.tensor([0.3, 1.0, 0.1], dtype=torch.float64)
-    logits = torch.tensor([0.5, -1.0, 0.2], dtype=torch.float64, requires_grad=True)
-    logprobs = logits.log_softmax(0)
-    pairs = torch.cartesian_prod(*[torch.arange(3)] * 2)
-    best = (logprobs[pairs].sum(1).exp() * rewards[pairs].amax(1)).sum()
-    wanted, = torch.autograd.grad(best, logits, retain_graph=True)
-    draws = torch.cartesian_prod(*[torch.arange(3)] * 5)
-    chances = logprobs[draws].sum(1).exp().detach()
-    for module, agrees in ((load(apply("max_at_k")), True), (grpo, False)):
-        advantages = module.compute_advantages(rewards[draws].flatten(), 5).view(draws.shape)
-        surrogate = (chances * (advantages * logprobs[draws]).sum(1)).sum()
-        gradient, = torch.autograd.grad(surrogate, logits, retain_graph=True)
-        assert torch.allclose(gradient, wanted, atol=1e-6) == agrees
-
 def weigh_by_hand(logprobs, negative_logprobs):
     """The definition of GCPO's weights, token by token."""
     power = math.log(1 - 0.8) / math.log(1 - 0.4) - 1
@@ -230,20 +214,6 @@ def weigh_by_hand(logprobs, negative_logprobs):
         powers = [(rank / len(ranks)) ** power for rank in ranks]
         rows.append([len(ranks) * value / sum(powers) for value in powers])
     return torch.tensor(rows, dtype=logprobs.dtype)
-
-def test_contrast_is_its_definition(apply):
-    """Weights and loss, where clamps and clips act; the upper 40 % of the tokens have 80 % of the weight."""
-    changed = load(apply("contrast"))
-    torch.manual_seed(0)
-    old, negative = 9 * torch.randn(2, 3, 50, dtype=torch.float64) - 30
-    ratio = (0.3 * torch.randn(3, 50, dtype=torch.float64)).exp()
-    A = torch.tensor([[1.0], [-2.0], [0.5]])
-    weights = changed.weigh_tokens(old, negative)
-    torch.testing.assert_close(weights, weigh_by_hand(old, negative))
-    assert weights.sort(1).values[:, -20:].sum(1) / 50 == pytest.approx([0.8] * 3, abs=0.01)
-    loss, _ = changed.compute_grpo_loss(old + ratio.log(), old, A * weights, 0.2)
-    least = torch.min(ratio * A, ratio.clamp(0.8, 1.2) * A)
-    torch.testing.assert_close(loss, -(least * weights).sum() / weights.sum())
 
 @pytest.mark.parametrize("size", [8, 3])
 def test_contrast_in_the_trainer(apply, tmp_path, size):

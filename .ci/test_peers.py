@@ -311,26 +311,3 @@ def test_three_steps_of_whole_trainers(patch, in_fp64, tmp_path, name):
         assert distance(means, row) < 1e-5
     for control in [{}] if name else [dict(beta=0.2), dict(epsilon=0.1), dict(reward_weights=WEIGHTS[::-1])]:
         assert min(compare(**control)[0]) > 1e-2
-
-def test_warmup(tmp_path):
-    """Guards against a first rate of 0, a last one below --lr, a warm-up that begins anew with --resume."""
-    def train(**settings):
-        trainer = make_trainer(grpo, num_iterations=1, **settings)
-        rates = []
-        trainer.optimizer.register_step_post_hook(
-            lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
-        trainer.train()
-        return rates, trainer.lora.weights
-
-    rates, weights = train(warmup_steps=10, steps=12, out=f"{tmp_path}/whole")
-    peer = torch.optim.SGD([torch.zeros(1)], lr=0.03)
-    schedule = torch.optim.lr_scheduler.LinearLR(peer, start_factor=0.1, total_iters=9)
-    for rate in rates:
-        assert abs(rate - peer.param_groups[0]["lr"]) < 1e-15
-        peer.step()
-        schedule.step()
-    begun, _ = train(warmup_steps=10, steps=4, out=f"{tmp_path}/parts")
-    resumed, same = train(warmup_steps=10, steps=12, resume=f"{tmp_path}/parts")
-    assert len(begun) == 4 and begun + resumed == rates
-    assert all(torch.equal(weight, same[layer]) for layer, weight in weights.items())
-    assert train(steps=1, out=f"{tmp_path}/plain")[0] == [0.03] != rates[:1]
