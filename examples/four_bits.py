@@ -2,31 +2,29 @@
 
     pip install bitsandbytes
     python grpo.py --wrapper examples/four_bits.py:GLMImage4Bit --model zai-org/GLM-Image
-    python -m examples.four_bits    # the same with the tiny GLM-Image, which needs no GPU
+    python grpo.py --wrapper examples/four_bits.py:GLMImage4Bit    # the tiny one needs no GPU
 """
-import re, sys
-from pathlib import Path
+import re
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of grpo.py
 import grpo
 from examples import janus
 
 class Linear4Bit(torch.nn.Linear):
-    """A linear layer that keeps its weight in NF4, and makes it anew whenever it is asked for.
-    LoRA and autograd see a layer like any other. `Linear4bit` of bitsandbytes has three traps: its
-    product is rounded before LoRA adds its part, which swallows most of an update in bf16; nothing
-    can be added to its output in place; in eval mode on some CPUs it loses its gradient."""
+    """It keeps its weight in NF4, and makes it whenever it is asked. `Linear4bit` of bitsandbytes
+    has three traps: its product is rounded before LoRA adds its part, which swallows most of an
+    update in bf16; nothing can be added to it in place; on some CPUs it has no gradient."""
     BLOCK = 64  # weights that share a scale
 
     def __init__(self, linear):
         torch.nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.bias = linear.bias
         self.dtype = linear.weight.dtype
-        # The GPU does this faster, but a small one has no room for both halves of GLM-Image: the
-        # result goes to where the weight was. It is parameters, as those are what --offload moves.
+        # The GPU does this faster, but a small one has no room for both halves of GLM-Image, so the
+        # result goes to where the weight was. Parameters are what --offload moves.
         kept = torch.ops.bitsandbytes.quantize_4bit(
             linear.weight.to(grpo.DEVICE), self.BLOCK, "nf4", torch.uint8)
         self.codes, self.scales = [torch.nn.Parameter(part.to(linear.weight.device), False)
@@ -38,31 +36,28 @@ class Linear4Bit(torch.nn.Linear):
             self.codes, self.scales, self.BLOCK, "nf4", [2 * len(self.codes)], self.dtype)
         return row.view(self.out_features, self.in_features)
 
-def import_bitsandbytes():
-    try:
-        import bitsandbytes  # it gives torch both operations
-    except ModuleNotFoundError:
-        raise grpo.BadInput("--wrapper: first run pip install bitsandbytes") from None
-
 @torch.no_grad()
 def quantize(model, pattern):
-    import_bitsandbytes()
     for name, layer in [*model.named_modules()]:
-        if isinstance(layer, torch.nn.Linear) and re.fullmatch(pattern, name):
+        if re.fullmatch(pattern, name):
+            if type(layer) is not torch.nn.Linear:
+                raise grpo.BadInput(f"--model: {name} is quantized already: {type(layer)}")
             model.set_submodule(name, Linear4Bit(layer))
 
 class FourBits:
     @classmethod
     def from_pretrained(cls, path, config):
-        import_bitsandbytes()  # or one would hear of it after a long download
+        try:
+            import bitsandbytes  # gives torch both operations; asked for before a long download
+        except ModuleNotFoundError:
+            raise grpo.BadInput("--wrapper: first run pip install bitsandbytes") from None
         return super().from_pretrained(path, config)
 
 class GLMImage4Bit(FourBits, grpo.GLMImageWrapper):
     """Of 4 bits are the layers that get LoRA, and the DiT's attention and feed-forward: most of the
-    weights. Errors of the others would reach everything: embeddings and head, what modulates the
-    DiT's norms, its projectors, text encoder and VAE."""
+    weights. Errors of the others, such as embeddings and what modulates norms, reach everything."""
     defaults = dict(model=grpo.TINY_MODEL)
-    dit_layers = r"transformer_blocks\.\d+\.(attn1\.to_([qkv]|out\.0)|ff\.net\..*)"
+    dit_layers = r"transformer_blocks\.\d+\.(attn1\.to_([qkv]|out\.0)|ff\.net\.(0\.proj|2))"
 
     def __init__(self, pipe, config):
         quantize(pipe.vision_language_encoder, self.lora_layers)
@@ -73,8 +68,3 @@ class Janus4Bit(FourBits, janus.Janus):
     def __init__(self, processor, policy, config):
         quantize(policy, self.lora_layers)
         super().__init__(processor, policy, config)
-
-if __name__ == "__main__":
-    if {"-h", "--help"} & {*sys.argv}:
-        print(__doc__)  # before the flags
-    grpo.main(wrapper=f"{__file__}:GLMImage4Bit")

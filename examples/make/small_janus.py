@@ -5,15 +5,11 @@
 
 It has Janus's real classes, with 0.4 million weights. A picture has 4 x 4 squares, and each of its
 16 codes is one of the eight COLORS of grpo.py. The policy is fitted until it half knows the words:
-a square has the prompt's colour with probability .3, or else any other. GRPO teaches it the rest.
+a square has the prompt's color with probability .3, or else any other. GRPO teaches it the rest.
 """
-import json, sys
-from pathlib import Path
-
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of grpo.py
 import grpo
 from examples import janus
 from examples.make import tiny
@@ -64,7 +60,7 @@ def make_policy(tokenizer):
 def set_painter(vq):
     """Sets the VQ decoder's weights so that code k is a square of PALETTE[k]. They are not fitted:
     group norm subtracts from two channels their mean over all of the picture, and divides by their
-    std, so that a fitted decoder lets the colour of a square depend on all the others. Here the two
+    std, so that a fitted decoder lets the color of a square depend on all the others. Here the two
     are 1 and -1 for the squares of one code, and -1 and 1 for those of others: mean 0, std 1."""
     decoder = vq.decoder
     for weight in decoder.parameters():
@@ -95,11 +91,11 @@ def fit_policy(wrapper, steps, chance=0.3, lr=5e-3):
         chances = torch.full((N, SIDE**2, V), (1 - chance) / (V - 1))
         chances.scatter_(2, right[:, :, None], chance)
         codes = torch.distributions.Categorical(chances).sample().to(grpo.DEVICE)
-        embeddings, mask, _ = wrapper.encode(prompts)
-        inputs = torch.cat([embeddings, wrapper.embed(codes[:, :-1])], 1)
+        ids, mask, _ = wrapper.encode(prompts)
+        inputs = wrapper.embed(torch.cat([ids, codes[:, :-1]], 1))
         rows = torch.arange(N) + N * (torch.rand(N) < 0.15)  # the empty prompts come last
         hidden = model.language_model(
-            inputs_embeds=inputs[rows], attention_mask=mask[rows, :-1],
+            inputs_embeds=inputs[rows], attention_mask=mask[:, :-1],
             use_cache=False).last_hidden_state
         logprobs = model.generation_head(hidden[:, -SIDE**2:]).log_softmax(2)
         return -(chances.to(grpo.DEVICE) * logprobs).sum(2).mean()  # cross entropy
@@ -115,9 +111,8 @@ def main():
     policy = make_policy(processor.tokenizer)
     set_painter(policy.model.vqmodel)
     fit_policy(janus.Janus(processor, policy, grpo.Config(**SETTINGS)), steps=300)
-    policy.save_pretrained(folder)
     processor.save_pretrained(folder)
-    (folder / "grpo.json").write_text(json.dumps(SETTINGS, indent=4) + "\n")
+    tiny.save(policy, SETTINGS, folder)
 
 if __name__ == "__main__":
     main()
