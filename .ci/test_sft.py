@@ -25,29 +25,31 @@ def make_trainer(out):
     codes = torch.randint(8, (5, 12), generator=torch.Generator().manual_seed(1))
     return sft.SFTTrainer(config, grpo.GLMImageWrapper(make_pipe(), config), TEXTS, codes)
 
-def draw(path, *names, turns=0, **settings):
-    """Saves a picture of squares of 64 x 64 pixels in these colors, one below another, and its caption."""
+def draw(path, *rows, turns=0, **settings):
+    """Saves a picture, 64 pixels wide, with rows of color words, each 64 pixels high, and its caption."""
     path.parent.mkdir(exist_ok=True)
-    pixels = (255 * torch.stack([grpo.COLORS[name] for name in names])).byte().numpy()[:, None]
-    image = Image.fromarray(pixels).resize((64, 64 * len(names)), Image.NEAREST)
+    pixels = torch.stack([torch.stack([grpo.COLORS[name] for name in row.split()]) for row in rows])
+    image = Image.fromarray((255 * pixels).byte().numpy()).resize((64, 64 * len(rows)), Image.NEAREST)
     image.rotate(90 * turns, expand=True).save(path, **settings)
-    path.with_suffix(".txt").write_text(f"\ufeffa {names[0]}\r\n\tthing\n", encoding="utf-8")
+    path.with_suffix(".txt").write_text(f"\ufeffa {path.stem}\r\n\tthing\n", encoding="utf-8")
 
 def test_codes_are_the_drafts_then_the_large_grids(tmp_path):
     """Of a picture that is turned upright and cropped. The image processor would enlarge a tall one's draft."""
     turned = Image.Exif()
     turned[0x0112] = 6  # a quarter of a turn
-    draw(tmp_path / "fox.JPG", "black", "red", "green", "black", turns=1, quality=100, subsampling=0, exif=turned)
+    draw(tmp_path / "fox.JPG", "black white", "red blue", "green red", "white black", turns=1, quality=100,
+         subsampling=0, exif=turned)
     draw(tmp_path / "owl.png", "blue", "blue")
     captions = sft.read_captions(tmp_path)
-    assert captions == ["a black thing", "a blue thing"]  # one line each, as in prompts.txt
+    assert captions == ["a fox thing", "a owl thing"]  # one line each, as in prompts.txt
     pipe = make_pipe()
     pipe.processor.image_processor.size = dict(shortest_edge=512**2, longest_edge=2048**2)
     codes, other = sft.encode_pictures(pipe, captions, 64, 128)
     draft, large = codes[:-8].view(22, 11), codes[-8:].view(4, 2)  # as large as GLM-Image's
     red, green, blue = map([*grpo.COLORS].index, ("red", "green", "blue"))
-    assert large.tolist() == [[red] * 2] * 2 + [[green] * 2] * 2 and other.eq(blue).all()
-    assert draft[:10].eq(red).all() and draft[-10:].eq(green).all()
+    assert large.tolist() == [[red, blue]] * 2 + [[green, red]] * 2 and other.eq(blue).all()
+    for corner, code in ((draft[:10, :5], red), (draft[:10, -5:], blue), (draft[-10:, :5], green)):
+        assert corner.eq(code).all()
 
 def test_loss_is_the_cross_entropy_by_hand(tmp_path, small_draft):
     """Of the codes alone, each predicted by the place before it; a micro-batch counts by its pictures."""
@@ -82,6 +84,7 @@ def test_a_run_goes_on_with_its_own_pictures(tmp_path, run, refuse, small_draft)
     draw(tmp_path / "mine/a.png", "white")
     assert run("sft", "mine --resume half --steps 4")[0] == 0
     assert have_same_weights("one", "half") and "white" not in Path("half/prompts.txt").read_text()
+    assert '"temperature": 1.0' in Path("half/config.json").read_text()  # the model itself is fitted
     assert run("generate", "half --prompt red --samples 1")[0] == 0
     assert "sft()" in refuse("grpo", "--resume half --steps 9")
 
