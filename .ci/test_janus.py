@@ -1,6 +1,4 @@
 """Tests of janus.py, on a small Janus of random weights, and of the maker of the one that the page trains."""
-from pathlib import Path
-
 import pytest, torch, transformers
 
 import grpo
@@ -12,8 +10,7 @@ WRAPPER = f"{ROOT}/examples/janus.py:Janus"
 PROMPTS = [grpo.Prompt(text) for text in ("red", "the green side of a blue house", "yellow")]
 
 def load(**settings):
-    """Unlike the maker's: random, more codes than top-k's 50, a temperature and another pad token in generation_config,
-    and an adapter that does something."""
+    """Unlike the maker's: random, 60 codes, settings in generation_config, and an adapter that does something."""
     torch.manual_seed(0)
     processor = make.make_processor()
     policy = make.make_policy(processor.tokenizer)
@@ -28,9 +25,8 @@ def load(**settings):
 @pytest.mark.parametrize("guidance, typed", [
     (5.0, {}), (1.5, dict(top_k=0)), (5.0, dict(top_k=7, top_p=0.8, temperature=0.7))])
 def test_tokens_and_logprobs_are_those_of_generate(guidance, typed, monkeypatch):
-    """With the same random numbers `generate` draws the same tokens, of padded prompts, too. The trainer gives them the
-    log-probs that it drew them with, and a gradient that is theirs: a step along it changes them as much. That is of
-    both passes. Without flags the model's own settings and a top-k of 50 hold, as there."""
+    """With the same random numbers `generate` draws the same tokens, by the model's own settings and top-k 50 if no other
+    is typed. The trainer gives them its log-probs, and their gradient: a step along it changes them as much."""
     wrapper = load(guidance=guidance, **typed)
     chats = [[dict(role="user", content=[dict(type="text", text=prompt)])] for prompt in PROMPTS[:2] for _ in range(3)]
     inputs = wrapper.processor(
@@ -51,7 +47,6 @@ def test_tokens_and_logprobs_are_those_of_generate(guidance, typed, monkeypatch)
     assert torch.equal(rollout.tokens, tokens) and len(tokens.unique()) > 10
     for logprobs in (rollout.logprobs, wrapper.compute_logprobs(rollout)[0]):
         torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
-
     measure = lambda: wrapper.compute_logprobs(rollout)[0].mean()
     weights = [weight for weight in wrapper.policy.parameters() if weight.requires_grad]
     gradient = torch.autograd.grad(measure(), weights)
@@ -71,18 +66,15 @@ def test_a_sample_does_not_depend_on_what_is_drawn_with_it():
     wrapper.config.micro_batch_size = 3
     parts = wrapper.sample(PROMPTS, 2, [4, 3, 9])
     assert sizes == [6, 2, 2, 2] and parts.prompts == whole.prompts
-    assert torch.equal(parts.tokens, whole.tokens) and torch.equal(parts.allowed, whole.allowed)
-    torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=0, atol=1e-5)
+    assert all(torch.allclose(part, all_of_it, atol=1e-5) for part, all_of_it in zip(parts[1:], whole[1:]))
 
 def test_the_cuda_graph_played_on_a_cpu(compare_graphs):
     """With micro-batches that are drawn one after the other."""
     compare_graphs(load(top_p=0.9, micro_batch_size=3).sample)
 
 def test_files_of_another_type_are_refused(refuse):
-    """DeepSeek's own would load as random weights with a warning."""
-    Path("model").mkdir()
-    Path("model/config.json").write_text('{"model_type": "multi_modality"}')
-    assert "of type janus" in refuse("grpo", f"--wrapper {WRAPPER} --model model --out run")
+    """DeepSeek's own, and here GLM-Image's, would load as random weights with a warning."""
+    assert "of type janus" in refuse("grpo", f"--wrapper {WRAPPER} --model {grpo.TINY_MODEL}/vision_language_encoder")
 
 def test_the_small_one_learns(tmp_path, monkeypatch):
     """As its page says, in fewer steps: each code is painted in its color, or the reward would not follow."""
