@@ -600,10 +600,9 @@ def test_a_cell_that_was_stopped_is_run_again(finished, tmp_path, method, call):
 def test_a_resumed_run_keeps_its_weights_and_takes_what_is_typed(finished, tmp_path):
     """Not those of the --adapter that it began with; and an --lr that is the default is typed."""
     first = torch.load(finished / "checkpoint.pt")["adapter"]
-    trained, resumed = [make_trainer(tmp_path / "run", **settings) for settings in (
-        dict(adapter=str(finished / "adapter_00003"), steps=1),
-        dict(resume=str(tmp_path / "run"), lr=grpo.Config.lr, steps=2))]
+    trained = make_trainer(tmp_path / "run", adapter=str(finished / "adapter_00003"), steps=1)
     trained.train()
+    resumed = make_trainer(tmp_path / "run", lr=grpo.Config.lr, steps=2)
     resumed.optimizer.step = mock.Mock()  # it moves no weight
     resumed.train()
     assert resumed.optimizer.param_groups[0]["lr"] == grpo.Config.lr != trained.config.lr

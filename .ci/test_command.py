@@ -89,7 +89,7 @@ def test_two_machines_without_a_common_disk_do_what_one_does(tmp_path, run):
     there = {path: path.read_bytes() for path in nodes[1].rglob("*") if path.is_file()}
     other = ("", "--lr 9 --seed 3 --prompts nowhere.txt --reward wow")
     own = flags + "--out run --resume run --steps "
-    codes, _ = run_ranks(nodes, own + "4", other, [functools.partial(kill_soon, 15, 0.5), bool])
+    codes, _ = run_ranks(nodes, own + "4", other, [functools.partial(kill_soon, 10, 0.5), bool])
     assert codes[0] == -signal.SIGKILL and codes[1] != 0 and 0 < len(rows_of(nodes[0] / "run")) < 4
     codes, (log, silent) = run_ranks(nodes, own + "4", other)
     assert codes == [0, 0] and "step 4 " in log and "step" not in silent, (log, silent)
