@@ -22,8 +22,7 @@ def surroundings():
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """run(program, flags): grpo.py or one of examples/, in this process, where all is imported, and in a folder of its
-    own -> exit code, stdout, stderr."""
+    """run(program, flags): grpo.py or one of examples/, in this process and a folder of its own -> code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a file of rewards adds its folder
 
@@ -45,8 +44,7 @@ def run(monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def refuse(run, monkeypatch):
-    """refuse(program, flags) -> the one line that it says, which names it. No model is loaded in vain, no file written.
-    argparse puts its usage before the line, and has an exit code of its own."""
+    """refuse(program, flags) -> the line that names it, after argparse's usage. No model is loaded, no file written."""
     def execute(name, typed=""):
         def read_all():
             return {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
@@ -77,8 +75,8 @@ def reads(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", None)
 
 class Recorder(TorchDispatchMode):
-    """`torch.cuda.CUDAGraph` and `torch.cuda.graph` on a CPU: it notes each operation, with what Python computed for it
-    as constants, and runs it, which counts as the first replay. A replay writes into the same tensors."""
+    """`torch.cuda.CUDAGraph` and `torch.cuda.graph` on a CPU: it notes each operation, and runs it, which counts as the
+    first replay. A replay writes into the same tensors."""
     def __init__(self, graph=None):
         super().__init__()
         self.calls = [] if graph is None else graph.calls

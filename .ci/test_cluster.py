@@ -79,8 +79,7 @@ def test_the_files_have_what_their_readers_want():
 
 @pytest.mark.parametrize("name", ["grpo.sbatch", "grpo.sky.yaml", "the page"])
 def test_a_machine_that_dies_costs_a_step(tmp_path, nodes, name):
-    """Its torchrun and its process are killed amid the third step. The same lines, started again, go on, and end as if
-    nothing had been. The second node has no file of the run."""
+    """Amid the third step. The same lines go on, and end as if nothing had been. The second node has no file of it."""
     (tmp_path / "mine.py").write_text("""
 import itertools, os, pathlib
 count = itertools.count(1)

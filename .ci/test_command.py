@@ -31,8 +31,7 @@ def end(process):
     return process.exitcode
 
 def run_ranks(folders, flags, each=("", ""), before=(bool, bool)):
-    """A process in each folder, without torchrun: that is quick -> exit codes, what each printed. `each` has its own
-    flags, and what it does first."""
+    """A process in each folder, with flags and a beginning of its own -> exit codes, what each printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         env = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
@@ -60,8 +59,7 @@ def kill_soon(when, share, seconds=0):
     Path.write_bytes = write
 
 def test_kill_nine_at_any_moment(tmp_path):
-    """Six kills of a job that repeats its command, half of them in the writing of a file: the end is that of an
-    undisturbed run, bit for bit."""
+    """Six kills, half of them in the writing of a file: the end is that of an undisturbed run, bit for bit."""
     flags = TOY + "--reward color=2 --steps 60 --save-every 3 --out "
     undisturbed = start(tmp_path, flags + "whole")
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -79,8 +77,7 @@ def test_kill_nine_at_any_moment(tmp_path):
     assert all([picture.read_bytes() == (run / picture.name).read_bytes() for picture in whole.glob("*.png")])
 
 def test_two_machines_without_a_common_disk_do_what_one_does(tmp_path, run):
-    """Begun, killed and begun again, on two nodes of which the second has other flags and an older folder of this name:
-    up to rounding as one process, which goes on with it in the end. The second reads and writes nothing."""
+    """Killed and begun again. The second, with other flags and an older folder of this name, reads and writes nothing."""
     flags = "--num-iterations 2 --kl-coef .1 --max-grad-norm 1e-3 --save-every 1 "
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     for node in nodes:

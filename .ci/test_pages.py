@@ -1,5 +1,5 @@
-"""Tests of README.md, docs and examples/patches: links, flags, commands and numbers are those of the code, and every
-patch applies and does what it says (test_peers.py trains most of them). pytest-markdown-docs runs the pages' Python."""
+"""Tests of README.md, docs and examples/patches: links, flags and commands are those of the code, and every patch applies
+and does what it says (test_peers.py trains most of them). pytest-markdown-docs runs the pages' Python."""
 import copy, dataclasses, itertools, json, math, re, shlex, shutil, subprocess, sys, types
 from pathlib import Path
 from unittest import mock
@@ -67,6 +67,7 @@ def test_commands_are_understood(name, tmp_path, monkeypatch):
     """Every flag of every command is one of its program, every reward is there, and every program."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another page
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for linked in ("examples", "prompts.txt"):
         Path(linked).symlink_to(ROOT / linked)
     Path("mine.py").write_text("bright = good = max\n")
@@ -203,17 +204,12 @@ def test_max_at_k_is_its_definition(apply, size):
     torch.testing.assert_close(advantages.view(3, size), by_hand / math.comb(size, k))
 
 def weigh_by_hand(logprobs, negative_logprobs):
-    """The definition of GCPO's weights, token by token."""
-    power = math.log(1 - 0.8) / math.log(1 - 0.4) - 1
-    rows = []
-    for pair in zip(logprobs.tolist(), negative_logprobs.tolist()):
-        deltas = [min(max(negative - own, -20), 20) for own, negative in zip(*pair)]
-        contrasts = [min(math.exp(delta) - delta - 1, 10) for delta in deltas]
-        ranks = [sum([(other, j) <= (each, i) for j, other in enumerate(contrasts)])
-                 for i, each in enumerate(contrasts)]
-        powers = [(rank / len(ranks)) ** power for rank in ranks]
-        rows.append([len(ranks) * value / sum(powers) for value in powers])
-    return torch.tensor(rows, dtype=logprobs.dtype)
+    """GCPO's weights of the tokens of one sample."""
+    deltas = [min(max(b - a, -20), 20) for a, b in zip(logprobs.tolist(), negative_logprobs.tolist())]
+    contrasts = [min(math.exp(delta) - delta - 1, 10) for delta in deltas]
+    ranks = [sum([(other, j) <= (each, i) for j, other in enumerate(contrasts)]) for i, each in enumerate(contrasts)]
+    powers = torch.tensor(ranks) ** (math.log(1 - 0.8) / math.log(1 - 0.4) - 1)
+    return powers / powers.mean()
 
 @pytest.mark.parametrize("size", [8, 3])
 def test_contrast_in_the_trainer(apply, tmp_path, size):
@@ -222,16 +218,15 @@ def test_contrast_in_the_trainer(apply, tmp_path, size):
     perturb(trainer.lora)
     rollout = trainer.wrapper.sample(["a red fox", "blue"], 4, [1, 2])
     A = torch.tensor([1.0, -1, 2, 0, 3, -3, 0.5, 1])
-    gradients = []
-    trainer.update_weights = lambda: gradients.extend([weight.grad.clone() for weight in trainer.lora.weights.values()]) or 0
+    weights = [*trainer.lora.weights.values()]
+    trainer.update_weights = lambda: 0
     trainer.train_step(rollout, A)
-    trainer.optimizer.zero_grad()
+    gradients = [weight.grad for weight in weights]
     own, negative = [trainer.wrapper.compute_logprobs(rollout._replace(prompts=prompts))[0]
                      for prompts in (rollout.prompts, [""] * 8)]
-    weights = weigh_by_hand(own.detach(), negative.detach())
-    (-(A[:, None] * weights * (own - own.detach()).exp()).mean()).backward()
-    for gradient, weight in zip(gradients, trainer.lora.weights.values(), strict=True):
-        torch.testing.assert_close(gradient, weight.grad)
+    by_hand = torch.stack([weigh_by_hand(*pair) for pair in zip(own.detach(), negative.detach())])
+    loss = -(A[:, None] * by_hand * (own - own.detach()).exp()).mean()
+    torch.testing.assert_close(gradients, [*torch.autograd.grad(loss, weights)])
 
 def test_the_cuda_graph_played_on_a_cpu(glm, compare_graphs):
     """Of tokens, log-probs and allowed codes, with top-p, padding and adapters that matter."""

@@ -12,13 +12,13 @@ from examples import plot
 RED, GREEN, BLUE = (255, 0, 0), (0, 128, 0), (0, 0, 255)
 SETTINGS = dict(reward="/a=1/mine.py:sharp,/a/rewards.py:color=0,even=.5,grey=0.0", steps=2, save_every=2)
 
-def make_run(folder, prompts="red\ngreen\nblue\n", steps=2, settings=SETTINGS, rows=None):
-    """A run that is done, of 64 x 64 pixels, with a picture of each prompt's color at steps 0 and `steps`."""
+def make_run(folder, prompts="red\ngreen\nblue\n", rows=None):
+    """A run of two steps of 64 x 64 pixels, with a picture of each prompt's color at the last."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(settings | dict(steps=steps)))
+    (folder / "config.json").write_text(json.dumps(SETTINGS))
     (folder / "prompts.txt").write_text(prompts)
-    write_rows(folder, rows or [dict(step=i, reward=i / 4) for i in range(1, steps + 1)])
-    for step in (0, steps):
+    write_rows(folder, rows or [dict(step=i, reward=i / 4) for i in (1, 2)])
+    for step in (0, 2):
         sheet = Image.new("RGB", (192, 64))
         for i, color in enumerate((RED, GREEN, BLUE) if step else (BLUE, RED, GREEN)):
             sheet.paste(color, (64 * i, 0, 64 * i + 64, 64))
@@ -86,8 +86,7 @@ def find(rows):
 
 @pytest.mark.parametrize("name", ["color", "grey", "sharp", "even"])
 def test_a_witness_falls(name):
-    """At the first step where Student's statistic of ten and ten passes 4. What has a weight is no witness; one that
-    came later has its own first ten; 1e-7 is rounding."""
+    """Where Student's statistic of ten and ten passes 4; what has a weight is no witness; 1e-7 is rounding."""
     rng = random.Random(0)
     values = [rng.gauss(0.7 if i < 30 else 0.6, 0.05) for i in range(60)]
     rows = make_rows(**{f"reward/{name}": lambda i: values[i - 1]})
@@ -98,10 +97,6 @@ def test_a_witness_falls(name):
     assert find(rows) == ([(passed[0], f"reward/{name}")] if name in ("color", "grey") else [])
     assert not find(make_rows(**{f"reward/{name}": lambda i: 1 - values[i - 1]})) and not find(rows[:passed[0] - 1])
     assert not find(make_rows(**{"reward/color": lambda i: 1 - 1e-7 * (i > 20)}))
-    later = make_rows(**{"reward/color": lambda i: 0.7 + i % 2 / 50 - 0.2 * (i > 45)})
-    for row in later[:30]:
-        del row["reward/color"]
-    assert find(later) == [(52, "reward/color")]  # 7 of the last ten have fallen: 0.14 is more than 4 x 0.031
 
 def test_a_witness_that_only_varies():
     """1 in 100 runs of 100 steps may have a false alarm. With 3 errors it would be 8, with 5 none."""
@@ -118,8 +113,7 @@ def test_groups_are_equal():
 # --- Services -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("service, known_by", [("wandb", "id"), ("trackio", "name")])
 def test_one_run_of_the_service_for_a_folder(tmp_path, run, monkeypatch, service, known_by):
-    """Each row once, with its pictures, which are written after it: of a run that begins later, is stopped amid a row,
-    and goes on."""
+    """Each row once, with its pictures, which are written after it: of a run that begins later, and goes on."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     Run = importlib.import_module(service).Run
