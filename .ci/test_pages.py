@@ -29,11 +29,12 @@ def commands(page):
 
 # --- The pages ----------------------------------------------------------------------------------------------
 def test_the_readme_is_short():
-    """And a wide command is cut off at the right on GitHub. Its map leads to the sections of grpo.py."""
+    """And a wide command is cut off at the right on GitHub. Its map has the sections of grpo.py."""
     assert len(README.splitlines()) <= 150
     lines = Path(grpo.__file__).read_text().splitlines()
-    linked = [lines[int(number) - 1] for number in re.findall(r"grpo\.py#L(\d+)", README)]
-    assert linked == [line for line in lines if line.startswith("# --- ")]
+    starts = [i for i, line in enumerate(lines, 1) if line.startswith("# --- ")]
+    told = [[*map(int, row[0].split("-"))] for row in table(README, "| lines | section |")]
+    assert told == [[i, j - 1] for i, j in zip(starts, starts[1:] + [len(lines) + 1])]
     blocks = re.findall(r"^```(?:bash|python)\b.*?\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert max([len(line) for block in blocks for line in block.splitlines()]) <= 95
 
