@@ -1,7 +1,7 @@
 """Tests of four_bits.py, on the tiny GLM-Image and on a small Janus of random weights. No GPU."""
 import re, shutil, sys
 
-import bitsandbytes, pytest, torch, transformers
+import pytest, torch, transformers
 
 import grpo
 from conftest import ROOT, perturb
@@ -21,14 +21,14 @@ def make_janus(Wrapper):
     return Wrapper(processor, small_janus.make_policy(processor.tokenizer), grpo.Config(**small_janus.SETTINGS))
 
 def train(wrapper):
-    """A step from adapters that do something -> rollout, pictures, metrics, gradients."""
+    """A step from adapters that do something -> tokens, pictures, gradients."""
     trainer = grpo.GRPOTrainer(wrapper.config, wrapper, PROMPTS)
     perturb(trainer.lora)
     rollout = wrapper.sample(PROMPTS, 4, [8, 9])
     gradients = {}
     trainer.update_weights = lambda: gradients.update({k: w.grad for k, w in trainer.lora.weights.items()}) or 0.0
-    metrics = trainer.train_step(rollout, torch.linspace(-1, 1, 8))
-    return rollout, grpo.pil_to_tensor(wrapper.decode(PROMPTS, rollout.tokens, [8, 9])), metrics, gradients
+    trainer.train_step(rollout, torch.linspace(-1, 1, 8))
+    return rollout.tokens, grpo.pil_to_tensor(wrapper.decode(PROMPTS, rollout.tokens, [8, 9])), gradients
 
 @pytest.mark.parametrize("load, Four, Plain", [(load_glm_image, four_bits.GLMImage4Bit, grpo.GLMImageWrapper),
                                                (make_janus, four_bits.Janus4Bit, janus.Janus)])
@@ -47,12 +47,11 @@ def test_it_is_the_model_with_rounded_weights(load, Four, Plain):
             assert 0.05 < (layer.weight - other).norm() / other.norm() < 0.15  # NF4 of a normal distribution: .09
             other.data.copy_(layer.weight)
             assert load is make_janus or {id(layer.codes), id(layer.scales)} <= {id(old) for old, _ in four.cpu_copies}
-    (rollout, pictures, metrics, gradients), expected = train(four), train(plain)
-    assert torch.equal(rollout.tokens, expected[0].tokens) and torch.equal(pictures, expected[1])
-    assert metrics["sampler_gap"] < 1e-5
+    (tokens, pictures, gradients), expected = train(four), train(plain)
+    assert torch.equal(tokens, expected[0]) and torch.equal(pictures, expected[1])
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 0
-        torch.testing.assert_close(gradient, expected[3][name], rtol=1e-6, atol=1e-6 * gradient.abs().max().item())
+        torch.testing.assert_close(gradient, expected[2][name], rtol=1e-6, atol=1e-6 * gradient.abs().max().item())
 
 def test_what_is_refused(refuse, monkeypatch):
     """Before any folder: a model that transformers saved in 4 bits. Before a model is loaded: a missing package."""
@@ -63,6 +62,7 @@ def test_what_is_refused(refuse, monkeypatch):
     with pytest.raises(grpo.BadInput, match="q_proj is quantized already"):
         four_bits.GLMImage4Bit.from_pretrained("saved", grpo.Config())
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.delitem(sys.modules, "four_bits", raising=False)
     assert "pip install bitsandbytes" in refuse("grpo", f"--wrapper {ROOT}/examples/four_bits.py:GLMImage4Bit --model x")
 
 def test_small_updates_are_not_swallowed_in_bf16():

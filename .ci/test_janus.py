@@ -25,7 +25,7 @@ def load(**settings):
 @pytest.mark.parametrize("guidance, typed", [
     (5.0, {}), (1.5, dict(top_k=0)), (5.0, dict(top_k=7, top_p=0.8, temperature=0.7))])
 def test_tokens_and_logprobs_are_those_of_generate(guidance, typed, monkeypatch):
-    """With the same random numbers `generate` draws the same tokens, by the model's own settings and top-k 50 if no other
+    """With the same random numbers `generate` draws the same, by the model's own settings and a top-k of 50 if no other
     is typed. The trainer gives them its log-probs, and their gradient: a step along it changes them as much."""
     wrapper = load(guidance=guidance, **typed)
     chats = [[dict(role="user", content=[dict(type="text", text=prompt)])] for prompt in PROMPTS[:2] for _ in range(3)]

@@ -61,7 +61,7 @@ def find_halves(path):
         if not (folder / "adapter_config.json").exists():
             return str(path), adapters
         saved = read_adapter_config(folder)
-        adapters.setdefault(saved["target_modules"], folder.absolute())
+        adapters.setdefault(saved["target_modules"], folder)
         path = saved["base_model_name_or_path"]
 
 def prepare(path, config, own):

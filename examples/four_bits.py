@@ -11,6 +11,11 @@ import torch
 import grpo
 from examples import janus
 
+try:
+    import bitsandbytes  # it gives torch both operations
+except ModuleNotFoundError:
+    raise grpo.BadInput("--wrapper: first run pip install bitsandbytes") from None
+
 class Linear4Bit(torch.nn.Linear):
     """It keeps its weight in NF4, and makes it whenever it is asked. `Linear4bit` of bitsandbytes
     has three traps: its product is rounded before LoRA adds its part, which swallows most of an
@@ -44,16 +49,7 @@ def quantize(model, pattern):
                 raise grpo.BadInput(f"--model: {name} is quantized already: {type(layer)}")
             model.set_submodule(name, Linear4Bit(layer))
 
-class FourBits:
-    @classmethod
-    def from_pretrained(cls, path, config):
-        try:
-            import bitsandbytes  # gives torch both operations; asked for before a long download
-        except ModuleNotFoundError:
-            raise grpo.BadInput("--wrapper: first run pip install bitsandbytes") from None
-        return super().from_pretrained(path, config)
-
-class GLMImage4Bit(FourBits, grpo.GLMImageWrapper):
+class GLMImage4Bit(grpo.GLMImageWrapper):
     """Of 4 bits are the layers that get LoRA, and the DiT's attention and feed-forward: most of the
     weights. Errors of the others, such as embeddings and what modulates norms, reach everything."""
     defaults = dict(model=grpo.TINY_MODEL)
@@ -64,7 +60,7 @@ class GLMImage4Bit(FourBits, grpo.GLMImageWrapper):
         quantize(pipe.transformer, self.dit_layers)
         super().__init__(pipe, config)
 
-class Janus4Bit(FourBits, janus.Janus):
+class Janus4Bit(janus.Janus):
     def __init__(self, processor, policy, config):
         quantize(policy, self.lora_layers)
         super().__init__(processor, policy, config)
