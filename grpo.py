@@ -283,9 +283,9 @@ class LoRALinear(nn.Module):
         update, which is below half a unit of its last place. So `addmm_` adds W x to 2 B A x in
         fp32, and rounds once: then updates are right on average."""
         rows = inputs.reshape(-1, self.linear.in_features)
-        # Off, B is 0 and all else is the same, so that the KL begins at exactly 0.
-        B = self.lora_B if self.enabled else torch.zeros_like(self.lora_B)
-        output = rows @ self.lora_A.T.to(rows) @ B.T.to(rows)
+        # Off, 2 B A x is 0 and all else is the same, so that the KL begins at exactly 0.
+        output = (rows @ self.lora_A.T.to(rows) @ self.lora_B.T.to(rows) if self.enabled
+                  else rows.new_zeros(len(rows), self.linear.out_features))
         output.addmm_(rows, self.linear.weight.T, beta=2)
         if self.linear.bias is not None:
             output += self.linear.bias
