@@ -1,5 +1,5 @@
 """What all tests here share: no GPU, as they compare with tensors on the CPU; one thread, as others run beside them."""
-import gc, json, os, re, runpy, socket, sys, weakref
+import gc, json, os, re, runpy, sys, weakref
 from pathlib import Path
 from unittest import mock
 
@@ -67,12 +67,6 @@ def small_draft():
         patch.setattr(transformers.GlmImageProcessor, "_get_target_shape",
                       lambda self, height, width: (height // 32, width // 32, 2, 2))
         yield
-
-@pytest.fixture
-def reads(monkeypatch):
-    """No test that reads may need the network."""
-    monkeypatch.setattr(socket.socket, "connect", None)
-    monkeypatch.setattr(socket, "getaddrinfo", None)
 
 class Recorder(TorchDispatchMode):
     """`torch.cuda.CUDAGraph` and `torch.cuda.graph` on a CPU: it notes each operation, and runs it, which counts as the

@@ -1,4 +1,6 @@
 """Tests of janus.py, on a small Janus of random weights, and of the maker of the one that the page trains."""
+from pathlib import Path
+
 import pytest, torch, transformers
 
 import grpo
@@ -79,9 +81,8 @@ def test_files_of_another_type_are_refused(refuse):
 def test_the_small_one_learns(tmp_path, monkeypatch):
     """As its page says, in fewer steps: each code is painted in its color, or the reward would not follow."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["small_janus.py"])
-    monkeypatch.setattr(make, "fit_policy", lambda wrapper, steps, fit=make.fit_policy: fit(wrapper, steps // 3))
-    make.main()
-    grpo.main(f"--wrapper {WRAPPER} --model runs/janus --steps 24 --save-every 24 --out run".split())
+    monkeypatch.setattr(make, "fit_policy", lambda wrapper, steps, fit=make.fit_policy: fit(wrapper, steps // 4))
+    make.main(Path("runs/janus"))
+    grpo.main(f"--wrapper {WRAPPER} --model runs/janus --steps 16 --save-every 16 --lr 2e-3 --out run".split())
     first, last = first_and_last("run")
     assert first < 0.8 and last > 0.92

@@ -21,7 +21,7 @@ def test_the_table_names_all_rewards():
     assert {row[0] for row in table(PAGE, "| reward | what it needs |")} == found
     assert found <= {*re.findall(r"\w+", gallery.__doc__)}
 
-def test_ocr_table(reads):
+def test_ocr_table():
     """A letter amiss costs a little, another word nearly all, no word everything."""
     for prompt, text, score in [*table(PAGE, "| the prompt quotes |"), ('"LATE" and "OPEN"', "OPEN / LATE", "1.00")]:
         phrase = prompt or phrase
@@ -109,7 +109,7 @@ def test_the_small_model(run, monkeypatch):
     first, second = wrapper.decode(prompts, tokens, [1, 1])
     assert first == second != wrapper.decode(['"CAT"', '"QUEEN"'], tokens, [1, 1])[0]
 
-def test_reward_is_what_the_network_reads(reads):
+def test_reward_is_what_the_network_reads():
     """A reward that knew more than the picture would teach no writing."""
     images = [Image.new("RGB", (32 * letters.SIZE, 32), "white") for _ in range(4)]
     for image, word in zip(images, ("CAT", "CUT", "QUEEN", "")):

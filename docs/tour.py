@@ -36,7 +36,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of this fits a CPU
 os.environ["TQDM_DISABLE"] = "1"  # no progress bars,
 sys.modules["tqdm.notebook"] = None  # nor those of Jupyter
 here = pathlib.Path.cwd()
-os.chdir(next(folder for folder in (here, *here.parents) if (folder / "grpo.py").exists()))
+homes = [folder for folder in (here, *here.parents) if (folder / "grpo.py").exists()]
+assert homes, "start this in the folder of grpo.py, or below it"
+os.chdir(homes[0])
 sys.path.insert(0, os.getcwd())  # the folder of grpo.py
 import grpo  # before torch, because it sets how torch's threads wait
 import diffusers, matplotlib, torch, transformers
@@ -305,7 +307,7 @@ What the gold band is for comes in the next section: outside of it, the update m
 one that has already changed enough. If only the sampler has top-p, each ratio is the probability
 that the sampler kept, here just above 0.75. Without positions the trainer scores with another
 model, and any ratio is possible. In bf16 this model with its single layer is good enough; in a deep
-one the error is [larger](figures.md#how-far-bf16-rounds), also if both compute in bf16, as they add
+one the error is [larger](figures.md#what-bf16-does-to-updates), also if both compute in bf16, as they add
 in another order.
 
 So `train_step` does not compare with the log-probs of the sampler, but with those of its own first

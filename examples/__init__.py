@@ -1,5 +1,6 @@
 """How the programs here start, and how they end. `python -m examples.evaluate` starts one."""
 import argparse, os, sys
+from pathlib import Path
 
 def read_flags(doc, add_flags, and_more=False):
     """-> what was typed. A program calls this before its imports, which take seconds; `add_flags`
@@ -16,6 +17,16 @@ def read_flags(doc, add_flags, and_more=False):
     if args.flags and not and_more:
         parser.error(f"unknown: {' '.join(args.flags)}")
     return args
+
+def read_folder(doc, default):
+    """-> where a maker of models writes, a folder that is not there yet: its only flag."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(default), help="new folder; %(default)s")
+    folder = parser.parse_args().out.absolute()
+    if folder.exists():
+        parser.error(f"--out {folder}: exists already; delete it, or name another folder")
+    return folder
 
 def fail(message):
     """Ends the program with one line, as grpo.py does."""

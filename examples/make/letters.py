@@ -10,6 +10,11 @@ The model is made as that of tiny.py, with other codes: a code is a letter of 32
 image of 160 x 32 is a word. The DiT and VAE are fitted to render the letters, and the policy to
 copy the letters of its prompt, which it gets right with a probability of 0.45.
 """
+from examples import read_folder
+
+if __name__ == "__main__":
+    FOLDER = read_folder(__doc__, "runs/letters")
+
 import string
 from pathlib import Path
 
@@ -72,8 +77,8 @@ def spelling(images, prompts, targets=None):
     words = [prompt.split()[-1] for prompt in prompts]
     return [match_letters(word, read(image)) for word, image in zip(words, images)]
 
-def main():
-    folder = tiny.parse_folder(__doc__, "runs/letters")
+def main(folder):
+    tiny.make_folder(folder)
     for name, words in dict(prompts=WORDS, held_out=KEPT_OUT).items():
         (folder / f"{name}.txt").write_text("\n".join(make_prompts(words)) + "\n")
     transformers.set_seed(0)
@@ -86,4 +91,4 @@ def main():
     tiny.save(wrapper.pipe, settings, folder)
 
 if __name__ == "__main__":
-    main()
+    main(FOLDER)

@@ -8,6 +8,11 @@ names. The tiny GLM-Image draws such mosaics with half of the squares right.
 `pictures` has one for each prompt of prompts.txt, and `model` is the tiny GLM-Image with a vision
 tower that sees its eight colors. Targets are white above and colored below.
 """
+from examples import read_folder
+
+if __name__ == "__main__":
+    FOLDER = read_folder(__doc__, "runs/mosaics")
+
 import json
 from pathlib import Path
 
@@ -30,8 +35,8 @@ def draw_mosaic(prompt, rng):
     pixels = pixels + rng.normal(0, 0.05, (160, 160, 1))
     return Image.fromarray((255 * pixels.clip(0, 1)).astype(np.uint8))
 
-if __name__ == "__main__":
-    folder = tiny.parse_folder(__doc__, "runs/mosaics")
+def main(folder):
+    tiny.make_folder(folder)
     (folder / "pictures").mkdir()
     rng = np.random.default_rng(0)
     for number, prompt in enumerate(grpo.load_prompts()):
@@ -48,3 +53,6 @@ if __name__ == "__main__":
     tiny.fit_vision(pipe, PALETTE[:, :, None, None].expand(-1, -1, 32, 32))
     settings = json.loads(Path(grpo.TINY_MODEL, "grpo.json").read_text())
     tiny.save(pipe, settings, folder / "model")
+
+if __name__ == "__main__":
+    main(FOLDER)

@@ -7,6 +7,11 @@ It has Janus's real classes, with 0.4 million weights. A picture has 4 x 4 squar
 16 codes is one of the eight COLORS of grpo.py. The policy is fitted until it half knows the words:
 a square has the prompt's color with probability .3, or else any other. GRPO teaches it the rest.
 """
+from examples import read_folder
+
+if __name__ == "__main__":
+    FOLDER = read_folder(__doc__, "runs/janus")
+
 import torch
 import transformers
 
@@ -104,8 +109,8 @@ def fit_policy(wrapper, steps, chance=0.3, lr=5e-3):
         model.language_model, model.generation_embeddings, model.generation_aligner,
         model.generation_head], steps, lr)
 
-def main():
-    folder = tiny.parse_folder(__doc__, "runs/janus")
+def main(folder):
+    tiny.make_folder(folder)
     transformers.set_seed(0)
     processor = make_processor()
     policy = make_policy(processor.tokenizer)
@@ -115,4 +120,4 @@ def main():
     tiny.save(policy, SETTINGS, folder)
 
 if __name__ == "__main__":
-    main()
+    main(FOLDER)

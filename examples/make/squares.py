@@ -10,6 +10,11 @@ the tiny GLM-Image, the vision tower knows the colors, and the policy has two la
 to edit, and then to make mistakes: it leaves half of the squares that it should paint, and 35 % of
 all squares get some other color.
 """
+from examples import read_folder
+
+if __name__ == "__main__":
+    FOLDER = read_folder(__doc__, "runs/squares")
+
 import random
 from pathlib import Path
 
@@ -103,7 +108,10 @@ def fit_policy(wrapper, chance, share, steps, lr):
 
     tiny.fit_policy(wrapper, draw, chance, steps, lr)
 
-if __name__ == "__main__":
-    folder = tiny.parse_folder(__doc__, "runs/squares")
+def main(folder):
+    tiny.make_folder(folder)
     write_prompts(folder)
     make_model(folder)
+
+if __name__ == "__main__":
+    main(FOLDER)

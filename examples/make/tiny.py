@@ -7,7 +7,12 @@ prompt's color with probability .45, or else any other. GRPO teaches it the rest
 
     python -m examples.make.tiny    # about five minutes
 """
-import argparse, json, random
+from examples import read_folder
+
+if __name__ == "__main__":
+    FOLDER = read_folder(__doc__, "runs/tiny-glm-image")
+
+import json, random
 from pathlib import Path
 
 import diffusers, tokenizers, torch, transformers
@@ -188,20 +193,12 @@ def save(model, settings, folder):
     model.save_pretrained(folder)
     (folder / "grpo.json").write_text(json.dumps(settings, indent=4) + "\n")
 
-def parse_folder(program, default):
-    """The only flag of the programs in this folder: where they write -> a new folder."""
-    parser = argparse.ArgumentParser(
-        description=program, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(default), help="new folder; %(default)s")
-    folder = parser.parse_args().out.absolute()
-    if folder.exists():
-        parser.error(f"--out {folder}: exists already; delete it, or name another folder")
+def make_folder(folder):
     folder.mkdir(parents=True)
     torch.set_num_threads(1)  # more are hardly faster here
-    return folder
 
-def main():
-    folder = parse_folder(__doc__, "runs/tiny-glm-image")
+def main(folder):
+    make_folder(folder)
     transformers.set_seed(0)
     pipe = make_models(grpo.COLORS)
     wrapper = grpo.GLMImageWrapper(pipe, grpo.Config(**SETTINGS, offload="off"))
@@ -212,4 +209,4 @@ def main():
     save(pipe, SETTINGS, folder)
 
 if __name__ == "__main__":
-    main()
+    main(FOLDER)
