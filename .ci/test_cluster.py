@@ -1,13 +1,12 @@
-"""Tests of examples/cluster and docs/cluster.md on two nodes of the loopback, each with a working directory of its own.
+"""Tests of examples/cluster on two nodes of the loopback, each with a working directory of its own.
 The stand-ins for Slurm's commands are no Slurm; a real one was tried by hand."""
-import os, re, shlex, socket, subprocess, sys
+import os, shlex, socket, subprocess, sys
 
 import pytest, yaml
 
 from conftest import ROOT, have_same_weights
 from test_command import TOY, rows_of, run_ranks
 
-PAGE = (ROOT / "docs/cluster.md").read_text()
 CLUSTER = ROOT / "examples/cluster"
 # Commands that the files call. srun ends the other tasks if one fails, as --kill-on-bad-exit asks.
 STAND_INS = {
@@ -48,12 +47,7 @@ def run_lines(folder, nodes, texts, **env):
     return [process.wait(600) for process in processes]
 
 def run_file(name, folder, nodes, flags):
-    """One of the files, its variables filled in, or the page's command -> exit codes, the run's folder."""
-    if name == "the page":
-        text, = re.findall(r"^torchrun --nnodes.*?--resume \S+", replace_port(PAGE), re.DOTALL | re.MULTILINE)
-        text = text.replace("--nproc-per-node 8", "--nproc-per-node 1").replace("node1", "127.0.0.1")
-        lines = [f"{text.replace('--node-rank 0', f'--node-rank {rank}')} {flags}" for rank in (0, 1)]
-        return run_lines(folder, nodes, [["-c", line] for line in lines]), nodes[0] / "runs/foxes"
+    """One of the files, its variables filled in -> exit codes, the run's folder."""
     text = replace_port((CLUSTER / name).read_text())
     if name == "grpo.sbatch":
         (folder / "job").write_text(text)
@@ -67,7 +61,7 @@ def run_file(name, folder, nodes, flags):
     codes = run_lines(folder, nodes, [["-c", text]] * 2, FLAGS=flags, **{f"SKYPILOT_{k}": v for k, v in env.items()})
     return codes, nodes[0] / "runs/sky-7"
 
-@pytest.mark.parametrize("name", ["grpo.sbatch", "grpo.sky.yaml", "the page"])
+@pytest.mark.parametrize("name", ["grpo.sbatch", "grpo.sky.yaml"])
 def test_a_machine_that_dies_costs_a_step(tmp_path, nodes, name):
     """Amid the third step. The same lines go on, and end as if nothing had been. The second node has no file of it."""
     (tmp_path / "mine.py").write_text("""
@@ -82,7 +76,7 @@ def red(images, prompts, targets):
     return [image.getpixel((0, 0))[0] for image in images]
 """)
     flags = f"{TOY}--model toy --offload off --steps 6 --reward {tmp_path}/mine.py:red"
-    if name == "grpo.sbatch":  # the others go on by the same words
+    if name == "grpo.sbatch":  # the other goes on by the same words
         codes, run = run_file(name, tmp_path, nodes, flags)
         assert 0 not in codes and len(rows_of(run)) == 2, (nodes[0] / "log").read_text()
     (tmp_path / "died").touch()

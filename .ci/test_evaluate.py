@@ -65,7 +65,6 @@ def draw(run, typed, prompts="red green"):
     shutil.rmtree("drawn")
     return out.splitlines()[0], images
 
-# --- Scores, and what follows from them ---------------------------------------------------------------------
 def test_measures_by_hand(tmp_path):
     """Rewards without their weights, their sum with them; they get the target; pairs are (0, 1), (0, 2), (1, 2)."""
     Image.new("RGB", (9, 9), "red").save(tmp_path / "red.png")
@@ -114,7 +113,6 @@ def test_best_of_k_is_the_mean_over_all_subsets(capsys):
     assert cells[2::3] == [f"{k / (k + 1):.3f}" for k in (1, 2, 4, 8, 16)]
     assert cells[4] == f"{4.3027 * 0.1 / 3**0.5:.3f}"
 
-# --- Adapters that are compared -----------------------------------------------------------------------------
 def test_evaluate(run):
     """All adapters of a run, or some in an order of one's own; a table; a film with the first score of each picture."""
     with mock.patch.object(pictures, "save_film", wraps=pictures.save_film) as save_film:
@@ -183,28 +181,15 @@ def test_follow(run, monkeypatch):
         code, _, error = run("evaluate", f"moved {follow.replace(old, new)}")
         assert code == 1 and "has rows of other settings" in error, (new, error)
 
-# --- Pictures -----------------------------------------------------------------------------------------------
 def test_generate(run):
-    """A step, the newest adapter, one alone, a model without any, in a size of one's own; copies are passed over."""
+    """A step, the newest adapter, one alone, a model without any, in a size of one's own."""
     told, wanted = draw(run, "a --step 2")
     assert told.endswith("a/adapter_00002") and wanted != draw(run, "a")[1] == draw(run, ALONE)[1]
     assert draw(run, "a/adapter_00002")[1] == wanted == draw(run, "a --step 2", "red green blue")[1][:6]
     assert draw(run, "--wrapper home_made.py:HomeMade --width 96")[1][1].size == (96, 32)
-    copy_run("a", "odd")
-    shutil.copytree("odd/adapter_00003", "odd/adapter_100000")
-    Path("odd/adapter_00003").rename("odd/adapter_00009 (copy)")
-    Path("odd/adapter_00007").mkdir()
-    assert [*runs.find_adapters(Path("odd"))] == [0, 2, 100_000]
     wrapper = sys.modules["home_made"].HomeMade.from_pretrained(None, runs.open_run("a").config)
     runs.load_adapter(wrapper, Path("a/adapter_00002"))
     assert wrapper.decode(["red", "green"], wrapper.sample(["red", "green"], 3, [0, 1]).tokens, [0, 1]) == wanted
-
-def test_a_run_that_was_moved(run):
-    """What its config.json names lies elsewhere here."""
-    copy_run("a", "from_a_cluster", wrapper="/gone.py:HomeMade")
-    assert "/gone.py:HomeMade" in run("evaluate", f"from_a_cluster {WORDS}")[2]
-    flags = f"--steps 0 {WORDS} --wrapper home_made.py:HomeMade"
-    assert compare(run, f"from_a_cluster {flags}")[1] == compare(run, f"a {flags}")[1]
 
 @pytest.mark.parametrize("typed, told", [
     ("evaluate nowhere", "nowhere/config.json"), ("evaluate a --steps 0 7", "a: has adapters of steps [0, 2, 3]"),

@@ -64,17 +64,3 @@ def test_what_is_refused(refuse, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.delitem(sys.modules, "four_bits", raising=False)
     assert "pip install bitsandbytes" in refuse("grpo", f"--wrapper {ROOT}/examples/four_bits.py:GLMImage4Bit --model x")
-
-def test_small_updates_are_not_swallowed_in_bf16():
-    """Layers that round the product before LoRA adds its part have a slope near 0 against the change in fp32."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4096, 512, bias=False)).to(torch.bfloat16)
-    four_bits.quantize(model, "0")
-    A, B = grpo.LoRA(model, "0", 32).weights.values()
-    rows = 4 * torch.randn(64, 4096).bfloat16()
-    with torch.no_grad():
-        base = model(rows).float()
-        B.copy_(1e-5 * torch.randn_like(B).sign())
-        change = model(rows).float() - base
-        true = 2 * (rows.float() @ A.T @ B.T)
-    assert (change * true).sum() / true.square().sum() == pytest.approx(1, abs=0.1)

@@ -74,13 +74,10 @@ def test_the_cuda_graph_played_on_a_cpu(compare_graphs):
     """With micro-batches that are drawn one after the other."""
     compare_graphs(load(top_p=0.9, micro_batch_size=3).sample)
 
-def test_files_of_another_type_are_refused(refuse):
-    """DeepSeek's own, and here GLM-Image's, would load as random weights with a warning."""
+def test_the_small_one_learns(tmp_path, monkeypatch, refuse):
+    """As its page says, in fewer steps: each code is painted in its color, or the reward would not follow. Files of
+    another type, DeepSeek's own and here GLM-Image's, would load as random weights with a warning."""
     assert "of type janus" in refuse("grpo", f"--wrapper {WRAPPER} --model {grpo.TINY_MODEL}/vision_language_encoder")
-
-def test_the_small_one_learns(tmp_path, monkeypatch):
-    """As its page says, in fewer steps: each code is painted in its color, or the reward would not follow."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(make, "fit_policy", lambda wrapper, steps, fit=make.fit_policy: fit(wrapper, steps // 4))
     make.main(Path("runs/janus"))
     grpo.main(f"--wrapper {WRAPPER} --model runs/janus --steps 16 --save-every 16 --lr 2e-3 --out run".split())

@@ -5,7 +5,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest, torch
-from PIL import Image
 
 import grpo
 from conftest import ROOT, perturb, table
@@ -29,14 +28,12 @@ def commands(page):
 
 # --- The pages ----------------------------------------------------------------------------------------------
 def test_the_readme_is_short():
-    """And a wide command is cut off at the right on GitHub. Its map has the sections of grpo.py."""
+    """Its map has the sections of grpo.py."""
     assert len(README.splitlines()) <= 150
     lines = Path(grpo.__file__).read_text().splitlines()
     starts = [i for i, line in enumerate(lines, 1) if line.startswith("# --- ")]
     told = [[*map(int, row[0].split("-"))] for row in table(README, "| lines | section |")]
     assert told == [[i, j - 1] for i, j in zip(starts, starts[1:] + [len(lines) + 1])]
-    blocks = re.findall(r"^```(?:bash|python)\b.*?\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    assert max([len(line) for block in blocks for line in block.splitlines()]) <= 95
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_hold(name):
@@ -50,7 +47,7 @@ def test_links_hold(name):
             assert anchor in [re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings], target
 
 def test_all_flags_are_told_with_their_defaults():
-    """And what the tiny GLM-Image's grpo.json sets; its weights are as many as the README says."""
+    """And what the tiny GLM-Image's grpo.json sets."""
     told = {row[0]: row[1] for row in table(SETTINGS, "| flag | default")}
     assert told.keys() == FIELDS.keys()
     for flag in told.keys() - {"--model", "--prompts", "--out", "--temperature", "--top-k", "--top-p"}:  # in words
@@ -60,8 +57,6 @@ def test_all_flags_are_told_with_their_defaults():
     sentence = re.search(r"`grpo.json`\]\(\S+\) sets (.*?)\. ", flat(SETTINGS))[1]
     tiny = {name.replace("-", "_"): float(value) for name, value in re.findall(r"--([a-z-]+) (\S+?)`", sentence)}
     assert tiny == json.loads(Path(grpo.TINY_MODEL, "grpo.json").read_text())
-    weights = sum(path.stat().st_size / 4 for path in Path(grpo.TINY_MODEL).rglob("*.safetensors"))  # in fp32
-    assert f"{weights / 1e6:.1f} million weights instead of 16 billion" in flat(README)
 
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_are_understood(name, tmp_path, monkeypatch):
@@ -87,21 +82,16 @@ def test_commands_are_understood(name, tmp_path, monkeypatch):
     assert all((ROOT / path).exists() for path in re.findall(r"examples/[\w/]+\.py", PAGES[name]))
 
 # --- The README's first command, which .ci/run has typed ---------------------------------------------------
-@pytest.fixture
-def first():
-    """The README's first command -> its folder, and what it printed. .ci/run names it in FIRST_RUN."""
-    assert "\npip install -r requirements.txt && python grpo.py --group-size 4\n" in README
-    folder = Path(os.environ.get("FIRST_RUN") or pytest.skip("only with .ci/run"))
-    return folder / "runs/seed0", (folder / "printed").read_text()
-
-# Tolerances: step 1 of another processor differs by the tokens that rounding changes, a few of 512. In step 20 the runs
-# are as far apart as two seeds are; a single rare token can make the kl of a step jump to 1.
+# Step 1 of another processor differs by the tokens that rounding changes, a few of 512, step 20 as two seeds do.
 TOLERANCES = {"step": (0, 0), "reward": (0.03, 0.1), "reward_std": (0.03, 0.04), "loss": (1e-6, 0.015),
               "kl": (1e-9, 1.5), "entropy": (0.02, 0.04)}
 
-def test_the_columns_of_the_log(first):
+@pytest.mark.skipif("FIRST_RUN" not in os.environ, reason="only with .ci/run")
+def test_the_columns_of_the_log():
     """What the README prints is what a run prints, and its table has about the same numbers."""
-    out, printed = first
+    assert "\npip install -r requirements.txt && python grpo.py --group-size 4\n" in README
+    clone = Path(os.environ["FIRST_RUN"])
+    printed = (clone / "printed").read_text()
     shown, = re.findall(r"^```text\n(model.*?)^```", README, re.DOTALL | re.MULTILINE)
     *heads, first_shown, _, last_shown = shown.splitlines()
     pattern = re.escape(re.sub("<.*>", "...", "\n".join(heads))).replace(re.escape("..."), ".*")
@@ -117,19 +107,7 @@ def test_the_columns_of_the_log(first):
             if column in TOLERANCES:
                 assert float(told) == pytest.approx(float(numbers[column]), abs=TOLERANCES[column][i]), column
     told = {row[0].replace("<name>", "color") for row in table(SETTINGS, "| metric |")}
-    assert told == json.loads((out / "metrics.jsonl").read_text().splitlines()[0]).keys()
-
-def test_the_stock_pipeline_with_an_adapter(first, tmp_path, monkeypatch):
-    """The page's block, here with the adapter of the first command, paints what was learnt."""
-    monkeypatch.chdir(tmp_path)
-    code, = re.findall(r"^```python notest\n(import diffusers.*?)^```", SETTINGS, re.DOTALL | re.MULTILINE)
-    for old, new in {"zai-org/GLM-Image": grpo.TINY_MODEL, "runs/mine/adapter_00100": str(first[0] / "adapter_00020"),
-                     "bfloat16": "float32", "512": "128", '"cuda"': '"cpu"'}.items():
-        assert old in code
-        code = code.replace(old, new)
-    exec(code, {})
-    reward, = grpo.reward_color([Image.open("fox.png")], ["a red fox"])
-    assert reward > 0.9  # it is about 0.73 without the adapter
+    assert told == json.loads((clone / "runs/seed0/metrics.jsonl").read_text().splitlines()[0]).keys()
 
 # --- Patches ------------------------------------------------------------------------------------------------
 NAMES = {path.stem for path in ROOT.glob("examples/patches/*.patch")}

@@ -1,6 +1,5 @@
 """Tests of plot.py: figures, curves, pictures, alarms, and what is sent to W&B and trackio, without a network."""
-import importlib, json, random, statistics, sys, threading, types
-from pathlib import Path
+import importlib, json, random, statistics, sys, threading
 from unittest import mock
 
 import pytest
@@ -28,7 +27,6 @@ def make_run(folder, prompts="red\ngreen\nblue\n", rows=None):
 def write_rows(folder, rows, name="metrics.jsonl"):
     (folder / name).write_text("".join([json.dumps(row) + "\n" for row in rows]))
 
-# --- Figures, curves, pictures ------------------------------------------------------------------------------
 SQUARES = [i * i / 100 for i in range(1, 14)]  # the mean of four of them, or of five others, is another
 
 @pytest.mark.parametrize("columns, told", [
@@ -73,7 +71,6 @@ def test_pictures(run, tmp_path):
     shown = [[picture.getpixel((9, 9)) for picture in row[1:]] for row in rows]
     assert shown == [[BLUE, RED, GREEN], [RED, GREEN, BLUE]]
 
-# --- Alarms -------------------------------------------------------------------------------------------------
 def make_rows(steps=60, **columns):
     """Rows of a healthy run; a column is a function of the step."""
     healthy = dict(reward=lambda i: 0.7 + i / 300, reward_std=lambda i: 0.05)
@@ -110,7 +107,6 @@ def test_groups_are_equal():
     assert find(make_rows(reward_std=lambda i: 0.05 * (i % 10 == 0) + 1e-17)) == []
     assert find(make_rows(reward_std=lambda i: 0.05 * (i < 21) + 1e-17)) == [(30, words)]
 
-# --- Services -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("service, known_by", [("wandb", "id"), ("trackio", "name")])
 def test_one_run_of_the_service_for_a_folder(tmp_path, run, monkeypatch, service, known_by):
     """Each row once, with its pictures, which are written after it: of a run that begins later, and goes on."""
@@ -138,11 +134,10 @@ def test_one_run_of_the_service_for_a_folder(tmp_path, run, monkeypatch, service
 
 def test_a_team_and_a_missing_package(tmp_path, run, monkeypatch):
     make_run(tmp_path / "mine")
-    stand_in = types.SimpleNamespace(init=mock.Mock(), Image=lambda sheet: sheet)
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
     monkeypatch.setattr(plot, "SECONDS", 0)
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock())
     assert run("plot", "mine --wandb team/project")[0] == 0
-    where = stand_in.init.call_args.kwargs
+    where = sys.modules["wandb"].init.call_args.kwargs
     assert (where["entity"], where["project"]) == ("team", "project")
     monkeypatch.setitem(sys.modules, "trackio", None)
     assert run("plot", "mine --trackio project")[2] == "plot.py: error: --trackio: first run `pip install trackio`\n"

@@ -1,6 +1,6 @@
 """Tests of examples/rewards.py, and of what docs/rewards.md says of it; and of examples/make/letters.py, whose model
 learns to spell by what RapidOCR reads, and by nothing else. No network, no GPU."""
-import inspect, io, re, string, sys
+import inspect, io, re, string
 
 import pytest, skimage.data, torch, transformers
 import numpy as np
@@ -66,11 +66,6 @@ def test_the_other_rewards_by_hand(monkeypatch):
     assert gallery.sharpness([black, half], ["", ""], []) == pytest.approx([0, 1 / 7])
     assert gallery.even([half, white], ["black", "a white, not a red one"]) == pytest.approx([0.5, 1])
 
-def test_a_missing_package_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lpips", None)
-    with pytest.raises(grpo.BadInput, match="^this reward needs pip install lpips -r requirements.txt: .*$"):
-        gallery.lpips(PAIR, ["", ""], PAIR)
-
 def test_clip_and_aesthetic_by_hand(monkeypatch, tmp_path):
     """A softmax, a logit scale, another prompt's padding, or layers in another order would show."""
     half = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
@@ -94,7 +89,6 @@ def test_clip_and_aesthetic_by_hand(monkeypatch, tmp_path):
     assert torch.allclose(cosines, torch.cosine_similarity(a, b), atol=1e-5)
     assert torch.allclose(marks, head(torch.nn.functional.normalize(a))[:, 0], atol=1e-5)
 
-# --- The model that learns to spell -------------------------------------------------------------------------
 def test_the_small_model(run, monkeypatch):
     """Its command makes a model that grpo.py trains without other flags. The policy reads single letters. Its pictures
     depend on the tokens alone: a painter that knows the word could paint that, and no policy would learn."""

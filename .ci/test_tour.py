@@ -31,13 +31,13 @@ def read_words(cell):
     return NUMBER.split(re.sub(r"-(0\.0+\b)", r" \1", printed)), [float(number) for number in NUMBER.findall(printed)]
 
 FIRST_TRAINING = next(i for i, cell in enumerate(CODE) if "= train(" in cell.source)
-QUICK = """parse_args = grpo.parse_args
-grpo.parse_args = lambda argv: dataclasses.replace(parse_args(argv), batch_size=1)"""
+QUICK = """transformers.GlmImageProcessor._get_target_shape = (
+    lambda self, height, width: (height // 32, width // 32, 2, 2))"""
 
 @pytest.fixture(scope="module")
 def executed():
-    """All cells are executed, from the root, and each solution where it stands -> the cells of CODE. Trainings have
-    one prompt a step, not eight: they are quick, and learn less than some cells demand."""
+    """All cells are executed, from the root, and each solution where it stands -> the cells of CODE. From the first
+    training on, drafts have 2 x 2 codes, not 16 x 16: that is quick, and less is learnt than some cells demand."""
     notebook = copy.deepcopy(TEXT)
     # No network; and bitsandbytes, which the tour does not need, says on some processors that it wants another package.
     cells = [nbformat.v4.new_code_cell("import socket, sys\nsocket.getaddrinfo = sys.modules['bitsandbytes'] = None")]
@@ -47,7 +47,7 @@ def executed():
         cells += map(nbformat.v4.new_code_cell, SOLUTION.findall(cell.source))
     notebook.cells = cells
     nbclient.NotebookClient(notebook, timeout=None, kernel_name="python3", resources={"metadata": {"path": ROOT}},
-                            allow_error_names=["AssertionError"]).execute()
+                            allow_error_names=["AssertionError", "RuntimeError"]).execute()
     sources = [cell.source for cell in CODE]
     return [cell for cell in cells if cell.cell_type == "code" and cell.source in sources]
 

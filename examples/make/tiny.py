@@ -13,7 +13,6 @@ if __name__ == "__main__":
     FOLDER = read_folder(__doc__, "runs/tiny-glm-image")
 
 import json, random
-from pathlib import Path
 
 import diffusers, tokenizers, torch, transformers
 import torch.nn.functional as F
