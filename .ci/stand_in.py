@@ -5,20 +5,17 @@ from PIL import Image
 
 class StandIn(http.server.ThreadingHTTPServer):
     """answer(text, pictures) -> a text; a status, which refuses the question; or, with likelihoods, a list of pieces
-    (token, {token: probability}). `asked` gets what the server was asked, `change` is laid over each choice."""
+    (token, {token: probability}). `asked` gets what it was asked, `change` is laid over each choice, `reply` over all."""
     def __init__(self, answer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer = answer
-        self.asked, self.refused, self.change, self.most, self.key = [], set(), {}, 20, None
+        self.asked, self.refused, self.change, self.reply, self.most, self.key = [], set(), {}, {}, 20, None
         self.address = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
 
-class Refusal(Exception):
-    pass
-
 def demand(condition, status, message):
     if not condition:
-        raise Refusal(status, message)
+        raise ConnectionRefusedError(status, message)
 
 def read_part(part):
     """-> a text or a picture; what else is in a part, or a picture that is none, is refused."""
@@ -37,7 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers["Content-Length"]))
         try:
             status, reply = 200, self.complete(json.loads(data))
-        except Refusal as refusal:
+        except ConnectionRefusedError as refusal:
             status, message = refusal.args
             reply = {"error": {"message": message, "type": "invalid_request_error"}}
         body = json.dumps(reply).encode()
@@ -68,7 +65,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
         if body.get("logprobs") and has_chances:
             choice["logprobs"] = {"content": [describe(*piece, top) for piece in answer]}
-        return {"id": "1", "object": "chat.completion", "choices": [choice | server.change]}
+        return {"id": "1", "object": "chat.completion", "choices": [choice | server.change]} | server.reply
 
 def describe(token, others, top):
     """One of the protocol's logprobs.content."""

@@ -8,7 +8,7 @@ from conftest import ROOT, have_same_weights
 from test_command import TOY, rows_of, run_ranks
 
 CLUSTER = ROOT / "examples/cluster"
-# Commands that the files call. srun ends the other tasks if one fails, as --kill-on-bad-exit asks.
+# What the files call. srun ends the other tasks if one fails, as --kill-on-bad-exit asks.
 STAND_INS = {
     "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     "scontrol": "printf '127.0.0.1\\nelsewhere\\n'",

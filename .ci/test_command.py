@@ -135,8 +135,8 @@ def test_help(name, tmp_path):
 sys.argv[1:] = ["--help"]
 sys.modules.update(torch=None, transformers=None, diffusers=None)
 runpy.run_module("examples.{name}", run_name="__main__")"""
-    env = os.environ | dict(PYTHONPATH=str(ROOT))
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT)),
+                          capture_output=True, text=True)
     assert done.returncode == 0 and f"python -m examples.{name}" in done.stdout and "usage: " in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
 

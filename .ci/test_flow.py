@@ -124,6 +124,5 @@ def test_each_round_begins_with_the_pictures_of_the_last(run, monkeypatch):
     peft.PeftModel.from_pretrained(pipe.transformer, "../dit2/adapter_00002")  # in place
     ours, plain, theirs = 255 * grpo.pil_to_tensor([*images, *draw()])
     assert (ours - theirs).abs().max() <= 2 < 9 < (ours - plain).abs().max()
-    config = grpo.Config(decode_steps=1)
     with pytest.raises(grpo.BadInput, match="--decode-steps must be 2 or more"):
-        flow.DiT.from_pretrained("../dit2", config)
+        flow.DiT.from_pretrained("../dit2", grpo.Config(decode_steps=1))

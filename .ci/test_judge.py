@@ -65,9 +65,11 @@ def test_an_answer_is_a_mean(server, reward, pieces, value):
     assert score(reward, [10], "fox") == pytest.approx([value])
 
 @pytest.mark.parametrize("most, refused, rating", [(5, "", 54 / 7), (20, "top_logprobs", 8), (20, "temperature", 8)])
-def test_a_server_that_does_not_take_all(server, most, refused, rating):
-    """It is asked for less: five log-probs make a mean, and a number alone is a rating."""
-    server.says, server.most, server.refused = {10: [("8", DIGITS)]}, most, {refused}
+def test_a_server_that_does_not_take_all(server, monkeypatch, most, refused, rating):
+    """It is asked for less: five log-probs make a mean, and a number alone is a rating. If it is busy, it is awaited."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    answers = iter([429] * 4)
+    server.answer, server.most, server.refused = lambda *_: next(answers, [("8", DIGITS)]), most, {refused}
     assert score(judge, [10], "fox") == pytest.approx([rating])
 
 def prefer_green(text, pictures):
@@ -104,8 +106,13 @@ def test_edits_are_shown_with_their_source(server):
 @pytest.mark.parametrize("name, value, message", [
     ("OPENAI_API_KEY", "sk-wrong", "/v1/ any: Error code: 401"), ("JUDGE_MODEL", "other", "other does not exist"),
     ("OPENAI_BASE_URL", "http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1/ any: Connection error"),
+    ("choices", None, "no answer in .*choices=None.*Too Many Requests"),
     ("openai", None, "needs pip install openai"), ("", "", "kept compares an edit with its source")])
 def test_what_fails_for_all_is_one_line(server, monkeypatch, name, value, message):
+    """Also a failure that comes as a reply without an answer, as from OpenRouter: it is no rating of 0."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setitem(os.environ if name.isupper() else sys.modules, name, value)
+    server.answer = lambda *_: "8"
+    server.reply = {name: value, "error": "Too Many Requests"} if name == "choices" else {}
     with pytest.raises(grpo.BadInput, match=f"^.*{message}.*$"):  # a dot is no end of a line
         score(judge if name else kept, [10, 20], "fox fox", None, *paint(30))

@@ -140,7 +140,6 @@ def load(code):
 def make_trainer(module, out, rewards=None, **settings):
     """Of the toy, with 2 prompts x 4 images."""
     config = module.Config(**Toy.defaults | dict(batch_size=2, group_size=4, steps=1, out=str(out)) | settings)
-    # What is switched off is a LoRALinear of the changed module.
     return module.GRPOTrainer(config, Toy.from_pretrained("toy", config), ["a red fox", "green", "blue"], rewards)
 
 @pytest.fixture

@@ -27,7 +27,6 @@ def read_words(cell):
     printed = "".join([output.text for output in cell.outputs if output.output_type == "stream"])
     if "__version__" in cell.source:  # those of another machine
         printed = re.sub(" .*", "", printed)
-    # A loss of 0 may have either sign.
     return NUMBER.split(re.sub(r"-(0\.0+\b)", r" \1", printed)), [float(number) for number in NUMBER.findall(printed)]
 
 FIRST_TRAINING = next(i for i, cell in enumerate(CODE) if "= train(" in cell.source)

@@ -26,8 +26,8 @@ def ask(values, plain, edit, rows, unread=0.0):
     What cannot be read is worth `unread`. If that is all, rewards would be equal, for hours."""
     openai = need("openai", "openai")
     questions = [make_question(plain if row[1] is None else edit, *row) for row in rows]
-    # Many servers want no key, but the package does.
-    client = openai.OpenAI(api_key=os.environ.get("OPENAI_API_KEY") or "none")
+    # Many servers want no key, but the package does. It waits for a server that is busy.
+    client = openai.OpenAI(api_key=os.environ.get("OPENAI_API_KEY") or "none", max_retries=5)
     with multiprocessing.pool.ThreadPool(8) as pool:
         answers = list(pool.imap(functools.partial(post, client, values), questions))
     missing = [said for value, said in answers if value is None]
@@ -59,8 +59,11 @@ def post(client, values, question):
                  messages=[dict(role="user", content=content)])
     for extra in EXTRAS:
         try:
-            choice = client.chat.completions.create(**asked, **extra).choices[0]
-            return read(choice, values), choice.message.content
+            reply = client.chat.completions.create(**asked, **extra)
+            choices = getattr(reply, "choices", None)  # a page of HTML is a reply, too
+            if not choices:
+                raise openai.OpenAIError(f"no answer in {reply}")
+            return read(choices[0], values), choices[0].message.content
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
             refusal = str(error)
         except openai.OpenAIError as error:
