@@ -82,7 +82,7 @@ class Config:
     micro_batch_size: int = flag(4, "images decoded or trained on at a time; fewer save memory")
     num_iterations: int = flag(1, "updates per step; 2 costs little, as drawing takes longest")
     lr: float = flag(1e-5, "learning rate of AdamW")
-    warmup_steps: int = flag(10, "steps of a rise to --lr, which a shorter run never reaches")
+    warmup_steps: int = flag(10, "steps of a rise to --lr; a shorter run never gets there")
     clip_range: float = flag(0.2, "PPO's clip: new / old probability counts up to 1 + this")
     kl_coef: float = flag(0.01, "weight of the KL to the base model; 0 turns it off")
     max_grad_norm: float = flag(1.0, "gradients with a larger norm are scaled down to it")
@@ -98,7 +98,7 @@ class Config:
     offload: typing.Literal["auto", "on", "off"] = flag("auto", "half by half; auto: below 60 GiB")
     # The run
     out: str | None = flag(None, "new folder for the run; default: runs/, date and time")
-    resume: str | None = flag(None, "folder of a run to go on with; a job names it in --out, too")
+    resume: str | None = flag(None, "a run to go on with; if --out names it, too, it may be new")
     save_every: int = flag(10, "steps between two saves of pictures and adapters")
     seed: int = flag(0, "seed of everything random")
 
@@ -190,10 +190,6 @@ def load_prompts(path=None):
             prompts.append(Prompt(text, target and path.parent / target.strip()))
     return prompts
 
-# A reward is any function that gives each image a finite number, higher is better. Only differences
-# within a group matter. `--reward mine.py:bright` takes this one from mine.py:
-#     def bright(images, prompts, targets):  # PIL images, texts, PIL images to imitate or None
-#         return [image.convert("L").resize((1, 1)).getpixel((0, 0)) for image in images]
 def pil_to_tensor(images):
     """PIL images of one size -> [N, 3, H, W], fp32 in 0..1."""
     pixels = np.stack([image.convert("RGB") for image in images])
@@ -209,6 +205,10 @@ def find_color(prompt):
             return COLORS[word]
     raise BadInput(f"--reward color: there is none of {', '.join(COLORS)} in {prompt!r}")
 
+# A reward is any function that gives each image a finite number, higher is better. Only differences
+# within a group matter. `--reward mine.py:bright` takes this one from mine.py:
+#     def bright(images, prompts, targets):  # PIL images, texts, PIL images to imitate or None
+#         return [image.convert("L").resize((1, 1)).getpixel((0, 0)) for image in images]
 def reward_color(images, prompts, targets=None):
     """1 - |mean color of the image - color that its prompt names|, in 0..1."""
     colors = torch.stack([find_color(prompt) for prompt in prompts])  # [N, 3]
@@ -274,14 +274,14 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.linear = linear
         # Drawn on the CPU, so equal on all GPUs, and as in peft.
-        A = nn.Linear(linear.in_features, rank, bias=False, dtype=torch.float32)
-        self.lora_A = A.to(DEVICE).weight  # [rank, in]
+        down = nn.Linear(linear.in_features, rank, bias=False, dtype=torch.float32)
+        self.lora_A = down.to(DEVICE).weight  # [rank, in]
         self.lora_B = nn.Parameter(self.lora_A.new_zeros(linear.out_features, rank))
 
     def forward(self, inputs):
         """The trap: W x that is rounded to bf16 before 2 B A x is added swallows most of a first
         update, which is below half a unit of its last place. So `addmm_` adds W x to 2 B A x in
-        fp32, and rounds once: then updates are right on average."""
+        fp32, and rounds the sum: then updates are right on average."""
         rows = inputs.reshape(-1, self.linear.in_features)
         # Off, 2 B A x is 0 and all else is the same, so that the KL begins at exactly 0.
         output = (rows @ self.lora_A.T.to(rows) @ self.lora_B.T.to(rows) if self.enabled
@@ -331,15 +331,6 @@ class LoRA:
             weight.copy_(saved[name])
 
 # --- The trainer --------------------------------------------------------------
-class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed")):
-    """What the sampler gives: N samples, in the order p0 p0 p1 p1.
-      prompts   N Prompts
-      tokens    [N, T], the codes that were drawn
-      logprobs  [N, T], their log-probs at that time
-      allowed   [N, T, V], bool: the codes that top-k and top-p left; None: all"""
-    def part(self, rows):
-        return Rollout(*[None if value is None else value[rows] for value in self])
-
 # `--wrapper mine.py:MyModel` trains any model that draws tokens. examples/toy.py is a template:
 #   from_pretrained(path, config)  a class method: --model -> a wrapper, always the same weights
 #   policy, lora_layers  an nn.Module; a regex for its nn.Linear layers that get LoRA. Layers and
@@ -349,8 +340,17 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
 #   decode(prompts, tokens, seeds)  step 2: tokens [N, T] -> N PIL images
 #   compute_logprobs(rollout)  -> log-probs of its tokens under the policy, with a gradient, and
 #       entropies, without; both [B, T], fp32, on DEVICE. A third may follow, with a gradient: the
-#       exact KL to the base model, which was called for the same rollout before, without one.
+#       exact KL to the base model, for which this is called first, without a gradient.
 # `defaults`, {flag: value}, are settings of its own. The trainer sets `config`.
+class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed")):
+    """What the sampler gives: N samples, in the order p0 p0 p1 p1.
+      prompts   N Prompts
+      tokens    [N, T], the codes that were drawn
+      logprobs  [N, T], their log-probs at that time
+      allowed   [N, T, V], bool: the codes that top-k and top-p left; None: all"""
+    def part(self, rows):
+        return Rollout(*[None if value is None else value[rows] for value in self])
+
 def choose_prompts(step, num_prompts, config):
     """Indices of this GPU's P prompts in a step (1, 2, ..), and a seed for each. An epoch is a pass
     over the list. Its order follows from the run's seed, so resuming needs no saved state."""
@@ -365,7 +365,7 @@ class GRPOTrainer:
     """Trains a wrapper's policy. rewards: {name: (function, weight)}; default: config.reward's."""
     def __init__(self, config, wrapper, prompts, rewards=None):
         self.config = config = dataclasses.replace(config)  # another trainer may have the same
-        if rewards is not None:  # they are in no file: no command may go on with others
+        if rewards is not None:  # no command finds them, so none may go on without them
             config.reward = ",".join(f"{name}()={rewards[name][1]}" for name in rewards)
         self.wrapper = wrapper
         self.prompts = [Prompt(prompt, getattr(prompt, "target", None)) for prompt in prompts]
@@ -393,7 +393,7 @@ class GRPOTrainer:
         if RANK == 0:
             print(f"model: {config.model} on {DEVICE}\n"
                   f"files: {self.out}, at step {self.step} of {config.steps}", flush=True)
-            if self.step < config.steps or not state:
+            if self.step < config.steps or not state:  # or else no step had these settings
                 self.save_settings()
             if not state:
                 self.save(0)  # pictures before training
@@ -438,7 +438,7 @@ class GRPOTrainer:
             metrics |= self.train_step(rollout, advantages)  # 5. update
             metrics["lr"] = lr
             metrics["reward_std"] = rewards.view(-1, config.group_size).std(1).mean().item()
-            metrics["seconds"] = time.perf_counter() - started  # with the saving of the last step
+            metrics["seconds"] = time.perf_counter() - started  # with the saving of the step before
             started = time.perf_counter()
             self.log(step, metrics)  # 6. log
             if RANK == 0:
@@ -549,7 +549,7 @@ def build_position_ids(attention_mask, grids):
     return position_ids
 
 def record_graph(function, inputs):
-    """-> the same function as a CUDA graph. A call overwrites the result of the last one."""
+    """-> the same function as a CUDA graph. A call overwrites the result of the one before."""
     copies = [tensor.clone() for tensor in inputs]  # the graph reads these
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -654,13 +654,13 @@ class GLMImageWrapper:
         top_k = own.top_k if self.config.top_k is None else self.config.top_k
         keep_k = transformers.TopKLogitsWarper(50 if top_k is None else top_k or 10**6)
         keep_p = transformers.TopPLogitsWarper(self.config.top_p or own.top_p or 1.0)
-        # Pass 0 reads the prompts into the cache, pass i the codes drawn in pass i - 1.
+        # Pass 0 reads the prompts, pass i the codes drawn in pass i - 1. Pass 1 is a warm-up, too.
         places = position_ids.split([L] + [1] * T, 2)
         columns = []
         predict = lambda *inputs: self.forward(*inputs, 1, cache)
         for i in self.pipe.progress_bar(range(T)):
             inputs = ids, mask, places[i]
-            if CUDA and i == 2:  # one launch a token, not 2,000, takes a third of the time
+            if CUDA and i == 2:  # one launch a token, not 2,000, is three times as fast
                 predict = record_graph(predict, inputs)
             logits = predict(*inputs)[:, 0]
             allowed = keep_p(None, keep_k(None, logits)).isfinite()  # [N, V]; what they cut is -inf

@@ -786,7 +786,7 @@ assert np.corrcoef(of_64, of_2)[0, 1] < np.corrcoef(of_64, of_8)[0, 1]
 
 **3. A wrapper of 30 lines.** Train another kind of model with the same trainer: one that consists
 of a single linear layer and draws 8 x 8 dots, each black or white. Teach it to draw light above and
-dark below. The comment above [`choose_prompts`](../grpo.py) lists what a wrapper needs; `Rollout` and `sample_codes` help.
+dark below. The comment above [`Rollout`](../grpo.py) lists what a wrapper needs; `Rollout` and `sample_codes` help.
 
 <details>
 <summary>Solution</summary>

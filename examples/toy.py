@@ -27,7 +27,7 @@ def find_word(prompt):
     return NAMES.index(words[0]) if words else len(NAMES)
 
 class Toy:
-    """A wrapper. The comment above `choose_prompts` in grpo.py says what one must have."""
+    """A wrapper. The comment above `Rollout` in grpo.py says what one must have."""
     defaults = dict(
         model="toy", steps=60, group_size=16, micro_batch_size=128, lr=5e-3, warmup_steps=0,
         width=64, height=64)
