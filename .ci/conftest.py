@@ -119,7 +119,6 @@ def table(page, head):
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
 
 def read_rows(run):
-    """metrics.jsonl."""
     return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
 
 def first_and_last(run):

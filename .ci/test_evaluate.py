@@ -98,7 +98,8 @@ def test_no_seed_is_one_of_training(seed):
     trained = [min(grpo.choose_prompts(step, 24, grpo.Config(seed=seed))[1]) for step in (1, 2, 10_000)]
     for other in (0, 1, 999, 2**40):
         seeds = evaluate.choose_seeds(500, other)
-        assert len({*seeds}) == 500 and 8 <= min(seeds) and max(seeds) < 1_000_000 <= min(trained)
+        assert len({*seeds, *evaluate.choose_seeds(500, other + 1)}) == 1000
+        assert 8 <= min(seeds) and max(seeds) < 1_000_000 <= min(trained)
 
 def test_best_of_k_is_the_mean_over_all_subsets(capsys):
     """Of 8 samples, also of equal scores: so it is unbiased. The table ends at half of the samples."""
