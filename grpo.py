@@ -230,7 +230,7 @@ def import_name(text):
     sys.path.append(str(path.parent))
     module = importlib.import_module(path.stem) if path.is_file() else None
     if Path(getattr(module, "__file__", "")).resolve() != path or not hasattr(module, name):
-        raise BadInput(f"{text}: must be file.py:name, of a file whose name no other module has")
+        raise BadInput(f"{text}: needs a {name} in this file, and no other module of its name")
     return getattr(module, name)
 
 def load_rewards(text):

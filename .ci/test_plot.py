@@ -57,6 +57,7 @@ def test_a_curve_has_what_was_measured_on_held_out_prompts(run, tmp_path):
     assert code == 0, error
     figure = save.call_args.args[0]
     assert [line.get_label() for line in figure.axes[0].lines] == ["mine", "mine, held-out prompts", "other"]
+    assert "mine: has no color; there are step, reward\n" in run("plot", "mine other --metric color")[2]
     assert [*figure.axes[0].lines[1].get_xdata()] == [0, 2] and len(figure.axes[0].collections) == 1
 
 def test_pictures(run, tmp_path):

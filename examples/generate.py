@@ -60,7 +60,8 @@ def generate(args):
         for j, image in enumerate(images):
             image.save(args.out / f"{i:03}_{j}.png")
         target = prompts[i].target
-        rows.append([prompts[i], *([diffusers.utils.load_image(target)] if target else []), *images])
+        shown = [diffusers.utils.load_image(target)] if target else []
+        rows.append([prompts[i], *shown, *images])
     save_film(args.out / "sheet.png", rows, columns=max(map(len, rows)))
     print(f"{len(prompts)} prompt(s) at {run.config.width} x {run.config.height}: {args.out}")
 

@@ -113,7 +113,7 @@ def kept(images, prompts, targets):
     return ask(RATINGS, "", edit + RATE, zip(prompts, targets, images))
 
 def yes(images, prompts, targets):
-    """P(yes) / (P(yes) + P(no)) for the question of VQAScore (2404.01291), or for that of an edit."""
+    """P(yes) / (P(yes) + P(no)) for the question of VQAScore (2404.01291), or that of an edit."""
     plain = 'Does this figure show "{}"? '
     end = "Please answer yes or no."
     return ask(dict(yes=1, no=0), plain + end, DONE + end, zip(prompts, targets, images))

@@ -10,9 +10,10 @@ FONT_FOLDERS = [
 
 @functools.cache
 def load_font(size, needs_all=False):
-    """Pillow's own font, which has little more than ASCII, or a font of the system that has Chinese,
+    """Pillow's own font, which has little more than ASCII, or one of the system that has Chinese,
     Japanese and Korean too, if there is one: Noto Sans CJK, or one of Apple's or Microsoft's."""
-    names = ["NotoSansCJK-Regular.ttc", "PingFang.ttc", "Arial Unicode.ttf", "msyh.ttc", "DejaVuSans.ttf"]
+    names = ["NotoSansCJK-Regular.ttc", "PingFang.ttc", "Arial Unicode.ttf", "msyh.ttc",
+             "DejaVuSans.ttf"]
     for name in names if needs_all else []:
         for folder in FONT_FOLDERS:
             for path in Path(folder).expanduser().rglob(name):

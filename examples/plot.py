@@ -29,7 +29,7 @@ from examples.pictures import draw_text, load_font, save_film
 def add_flags(add):
     add("runs", nargs="+", metavar="run", help="folder of a run")
     add("--curve", default="curve.png", metavar="FILE", help="default: %(default)s")
-    add("--metric", help="to plot by step; default: reward, or loss")
+    add("--metric", help="to plot by step, such as reward/color; default: reward, or loss")
     add("--before-after", metavar="FILE", help="draw the first and last pictures")
     add("--words", nargs="+", help="to stand above them; default: the prompts")
     add("--film", metavar="FILE", help="draw all saved pictures, a row a step")
@@ -140,6 +140,8 @@ def draw_curves(runs, metric, path):
     axes = figure.subplots()
     for run, rows in runs.items():
         points = [(row["step"], row[metric]) for row in rows if metric in row]
+        if not points:
+            fail(f"{run}: has no {metric}; there are {', '.join(rows[-1])}")
         line, = axes.plot(*zip(*points), label=run)
         held_out = read_held_out(run, metric)
         if held_out:
