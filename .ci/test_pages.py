@@ -111,7 +111,6 @@ def test_the_columns_of_the_log():
 
 # --- Patches ------------------------------------------------------------------------------------------------
 NAMES = {path.stem for path in ROOT.glob("examples/patches/*.patch")}
-# Pairs that change the same line, as the page says, and the others together.
 EXCLUSIVE = [{"clip_higher", "cispo"}, {"dynamic_sampling", "gdpo"},
              *map(set, itertools.combinations(["dr_grpo", "batch_std", "gdpo", "max_at_k"], 2))]
 TOGETHER = [sorted(NAMES - {*out.split()}) for out in (
