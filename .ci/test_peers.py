@@ -1,7 +1,7 @@
 """Tests of grpo.py and examples/patches against TRL 1.16: advantages, loss and gradient, whole trainers. Both sides do
 the same arithmetic in a different order, so nothing but rounding may come between them. Each comparison has controls:
 other settings, for which the same comparison must fail by far."""
-import copy, os, runpy, shutil, subprocess, types, warnings
+import copy, os, runpy, shutil, subprocess, tempfile, types, warnings
 from unittest import mock
 
 os.environ |= dict(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")  # or `rollout_func` warns
@@ -88,7 +88,7 @@ def make_peer(prompts=("1 2",), rollout_func=None, engine=False, **options):
                reward_weights=WEIGHTS)
     rewards = [lambda completion_ids, **_: count(completion_ids), lambda completion_ids, **_: first(completion_ids)]
     peer = trl.GRPOTrainer(
-        make_llama(), rewards, trl.GRPOConfig("unused", **own | options),
+        make_llama(), rewards, trl.GRPOConfig(f"{tempfile.gettempdir()}/unused", **own | options),
         datasets.Dataset.from_dict(dict(prompt=list(prompts))), processing_class=transformers.PreTrainedTokenizerFast(
             tokenizer_object=words, pad_token="0", eos_token="0"),
         peft_config=peft.LoraConfig(r=4, lora_alpha=8, target_modules=Llama.lora_layers),
