@@ -19,10 +19,9 @@ Axes  P  prompts of a step on this GPU   N  = P * G samples, grouped by prompt: 
       G  samples per prompt, a group     B  samples per micro-batch
       L  prompt tokens, padded left      T  image tokens, the same number for every image
       V  codes; an image token is a code, 0 .. V - 1
-Sections: settings, the maths, prompts and rewards, LoRA, the trainer, GLM-Image, the command line.
+Sections: settings, the maths, what you bring, LoRA, the trainer, GLM-Image, the command line.
 Run `python grpo.py` or `torchrun --nproc-per-node 8 grpo.py`. requirements.txt has its packages."""
-import collections, dataclasses, importlib, io, json, math, os, re, sys, time, typing
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # or idle threads take the CPU from busy ones
+import collections, copy, dataclasses, importlib, io, json, math, os, re, sys, time, typing
 from pathlib import Path
 import diffusers, safetensors.torch, torch, transformers
 import numpy as np
@@ -33,32 +32,6 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these variabl
 RANK = int(os.environ.get("RANK", 0))
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if CUDA else "cpu")
-
-class BadInput(ValueError):
-    """Something that the user gave is wrong. `main` prints the message on one line."""
-
-def attempt(what, function, *args, **kwargs):
-    """Calls a function that fails because of what the user gave; `what` names it."""
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        raise BadInput(f"{what}: {str(error) or repr(error)}") from error
-
-def from_first(function, *args):
-    """Calls it in the first process only -> the result, on all. So processes cannot disagree, and
-    machines need no common disk."""
-    result = [function(*args) if RANK == 0 else None]
-    if WORLD_SIZE > 1:
-        torch.distributed.broadcast_object_list(result)
-    return result[0]
-
-def write_file(path, data):
-    """Writes another file, waits for the disk, and renames it: the old or the new one is whole."""
-    partial = path.with_name(f"{path.name}.part")
-    partial.write_bytes(data)
-    with open(partial, "rb+") as file:
-        os.fsync(file)
-    partial.replace(path)
 
 # --- Settings -----------------------------------------------------------------
 # Each field is a flag: `python grpo.py --group-size 8`.
@@ -74,7 +47,7 @@ class Config:
     wrapper: str | None = flag(None, "file.py:Class for a model other than GLM-Image")
     adapter: str | None = flag(None, "folder of LoRA weights to begin with")
     prompts: str | None = flag(None, "text file, a prompt on each line; default: prompts.txt")
-    reward: str = flag("color", "color, mse or file.py:function; a weighted sum: color,my.py:f=.2")
+    reward: str = flag("color", "color or file.py:function; a weighted sum: color,my.py:f=.2")
     # GRPO
     steps: int = flag(100, "number of steps, counting those before --resume")
     group_size: int = flag(4, "images per prompt; try 8 or 16 if the reward is noisy")
@@ -83,9 +56,9 @@ class Config:
     num_iterations: int = flag(1, "updates per step; 2 costs little, as drawing takes longest")
     lr: float = flag(1e-5, "learning rate of AdamW")
     warmup_steps: int = flag(10, "steps of a rise to --lr; a shorter run never gets there")
-    clip_range: float = flag(0.2, "PPO's clip: new / old probability counts up to 1 + this")
+    clip_range: float = flag(0.2, "ratios count up to 1 + this or, where A < 0, down to 1 - this")
     kl_coef: float = flag(0.01, "weight of the KL to the base model; 0 turns it off")
-    max_grad_norm: float = flag(1.0, "gradients with a larger norm are scaled down to it")
+    max_grad_norm: float = flag(1.0, "larger gradients are scaled down to this norm; 0: never")
     lora_rank: int = flag(32, "rank of the LoRA; more can learn more and takes more memory")
     # The model
     width: int = flag(512, "of the images in pixels, a multiple of 32")
@@ -105,17 +78,18 @@ class Config:
     def __post_init__(self):
         """Paths become absolute, as a run may be resumed in another directory."""
         for name in "model wrapper adapter prompts out resume".split():
-            path = getattr(self, name)
-            if path and (name != "model" or os.path.exists(path)):  # a model may be a hub id
-                setattr(self, name, os.path.abspath(path))
-        parts = self.reward.split(",")
-        self.reward = ",".join(os.path.abspath(part) if ":" in part else part for part in parts)
+            path = absolute(getattr(self, name))
+            if name != "model" or path and os.path.exists(path):  # a model may be a hub id
+                setattr(self, name, path)
+        self.reward = re.sub(REWARD_FILE, lambda path: absolute(path[0]), self.reward)
         if self.resume and self.out not in (None, self.resume):
             raise BadInput("--resume goes on in its own folder: copy that, and leave --out away")
         if self.group_size < 2 or self.batch_size % WORLD_SIZE:
             raise BadInput("--group-size must be 2 or more, --batch-size a multiple of the GPUs")
         if self.width % 32 or self.height % 32:
             raise BadInput("--width and --height must be multiples of 32")
+        if 0 in (self.temperature, self.top_p, self.save_every):
+            raise BadInput("--temperature, --top-p and --save-every must be above 0")
 
 # --- The maths of GRPO: pure functions of tensors -----------------------------
 def compute_policy_logprobs(logits, allowed=None):
@@ -126,7 +100,7 @@ def compute_policy_logprobs(logits, allowed=None):
     and trainer and reference normalize over exactly those (2512.02556)."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed.to(logits.device), -math.inf)
-    return logits.log_softmax(dim=-1)
+    return logits.log_softmax(-1)
 
 def sample_codes(logprobs, uniform):
     """Inverse-CDF sampling: logprobs [N, V], random numbers in 0..1 [N, 1] -> codes [N, 1].
@@ -138,11 +112,9 @@ def sample_codes(logprobs, uniform):
 def compute_advantages(rewards, group_size):
     """A = (r - mean of its group) / (std of its group + 1e-6). rewards [N] -> advantages [N]."""
     groups = torch.as_tensor(rewards, dtype=torch.float64).view(-1, group_size)  # [P, G]
-    # A shift changes nothing, but makes equal rewards 0: their mean must be exact, because any
-    # rounding error would be divided by 1e-6.
-    groups = groups - groups[:, :1]
-    advantages = groups - groups.mean(1)[:, None]
-    advantages /= groups.std(1)[:, None] + 1e-6  # Dr. GRPO (2503.20783) omits this division
+    groups = groups - groups[:, :1]  # equal rewards become 0: rounding is not divided by 1e-6
+    advantages = groups - groups.mean(1, keepdim=True)
+    advantages /= groups.std(1, keepdim=True) + 1e-6  # Dr. GRPO (2503.20783) omits this division
     return advantages.flatten().float()
 
 def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
@@ -151,49 +123,82 @@ def compute_grpo_loss(new_logprobs, old_logprobs, advantages, clip_range=0.2,
         ratio = exp(new - old), clipped to 1 - clip_range .. 1 + clip_range
         loss  = -mean(min(ratio * A, clip(ratio) * A)) + kl_coef * mean(k3)
         k3    = exp(ref - new) - (ref - new) - 1
-    Log-probs are [N, T], advantages [N] or [N, T]. Only `new_logprobs` gets a gradient. k3, the
-    third estimator in Schulman's "Approximating KL Divergence", is never below 0, and on average it
-    is the KL, if `new` drew the tokens. A wrapper that knows the exact KL gives it as `kl`.
+    Log-probs are [B, T], or [B] if there is one a sample; advantages are [B], or one for each
+    log-prob. All but `new_logprobs` and `kl`, a wrapper's exact KL in the place of k3, are
+    constants. k3, Schulman's third estimator of KL(new, ref), is never below 0.
     Why the loss may be 0: with one update per rollout every ratio is 1 and policy_loss is -mean(A),
     which is 0 over whole groups. Its gradient is not: -mean(A * grad(new)), as in REINFORCE."""
-    ratio = (new_logprobs - old_logprobs.detach()).clamp(max=20).exp()  # [N, T], finite
-    A = advantages.detach().to(ratio).view(len(ratio), -1)  # [N, 1]
+    assert advantages.shape in (new_logprobs.shape, new_logprobs.shape[:1]), advantages.shape
+    ratio = (new_logprobs - old_logprobs.detach()).clamp(max=20).exp()  # [B, T], finite
+    A = advantages.detach().to(ratio)
+    A = A[:, None] if A.ndim < ratio.ndim else A  # [B, 1] or as the log-probs
     unclipped = ratio * A
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range) * A
     loss = -torch.min(unclipped, clipped).mean()  # a loss of your own goes here
-    clip_frac = (clipped < unclipped).float().mean()  # of the tokens: these get no gradient
+    clip_frac = (clipped < unclipped).float().mean()  # of the tokens: here they get no gradient
     metrics = dict(policy_loss=loss, ratio_mean=ratio.mean(), clip_frac=clip_frac)
     if ref_logprobs is not None:
         delta = (ref_logprobs.detach() - new_logprobs).clamp(max=20)  # exp stays finite
-        # expm1(x) is exp(x) - 1, exact near 0.
-        kl = (torch.expm1(delta) - delta if kl is None else kl).mean()
+        kl = (torch.expm1(delta) - delta if kl is None else kl).mean()  # exp(x) - 1, exact near 0
         metrics["kl"] = kl
         loss = loss + kl_coef * kl
     metrics["loss"] = loss
     return loss, {name: value.item() for name, value in metrics.items()}
 
-# --- What you bring: prompts, rewards, files of your own ----------------------
+# --- What you bring: files, prompts, rewards -----------------------------------
+class BadInput(ValueError):
+    """Something that the user gave is wrong. `main` prints the message on one line."""
+
+def attempt(what, function, *args, **kwargs):
+    """Calls a function that fails because of what the user gave; `what` names it."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        raise BadInput(f"{what}: {str(error) or repr(error)}") from error
+
+def from_first(function, *args):
+    """Calls it in the first process only -> the result, on all. No machine needs its disk."""
+    result = [function(*args) if RANK == 0 else None]
+    if WORLD_SIZE > 1:
+        torch.distributed.broadcast_object_list(result)
+    return result[0]
+
+def write_file(path, data):
+    """Writes another file, waits for the disk, and renames it: the old or the new one is whole."""
+    partial = Path(f"{path}.part")
+    partial.write_bytes(data)
+    with open(partial, "rb+") as file:
+        os.fsync(file)
+    partial.replace(path)
+
+def absolute(path):
+    return path and os.path.abspath(os.path.expanduser(path))
+
 class Prompt(str):
     """A line of text, which may know a target: the path of a picture to imitate or to edit."""
     def __new__(cls, text, target=None):
         prompt = super().__new__(cls, " ".join(text.split()))
-        prompt.target = os.path.abspath(target) if target else None
+        prompt.target = absolute(target) or None
+        if re.search(r"^[#\t]|\t.*\t|[\r\n\ud800-\udfff]|\s$", f"{prompt}\t{prompt.target}"):
+            raise BadInput(f"a line of prompts.txt cannot hold {prompt!r}, {prompt.target!r}")
         return prompt
 
 def load_prompts(path=None):
     """Lines `prompt`, `prompt<TAB>target.png` or `# comment` of a file -> Prompts."""
     path = Path(path or Path(__file__).with_name("prompts.txt"))
     prompts = []
-    for line in attempt("--prompts", path.read_text, "utf-8-sig").split("\n"):
+    for line in attempt("--prompts", path.read_text, "utf-8").replace("\ufeff", "").split("\n"):
         text, _, target = line.strip().partition("\t")
         if text and not text.startswith("#"):
-            prompts.append(Prompt(text, target and path.parent / target.strip()))
+            prompts.append(Prompt(text, target and path.parent / Path(target.strip()).expanduser()))
+    if not prompts:
+        raise BadInput(f"--prompts: {path} has no prompt")
     return prompts
 
 def pil_to_tensor(images):
     """PIL images of one size -> [N, 3, H, W], fp32 in 0..1."""
     pixels = np.stack([image.convert("RGB") for image in images])
-    return torch.tensor(pixels).movedim(3, 1).float() / 255
+    return torch.tensor(pixels).movedim(3, 1) / 255
 
 COLORS = {name: torch.tensor(ImageColor.getrgb(name)) / 255  # [3], in 0..1
           for name in "red orange yellow green blue purple white black".split()}
@@ -206,7 +211,8 @@ def find_color(prompt):
     raise BadInput(f"--reward color: there is none of {', '.join(COLORS)} in {prompt!r}")
 
 # A reward is any function that gives each image a finite number, higher is better. Only differences
-# within a group matter. `--reward mine.py:bright` takes this one from mine.py:
+# within a group matter; the images of a group, and no others, have the same object as their prompt:
+# `prompts[i] is prompts[j]`. `--reward mine.py:bright` takes this one from mine.py:
 #     def bright(images, prompts, targets):  # PIL images, texts, PIL images to imitate or None
 #         return [image.convert("L").resize((1, 1)).getpixel((0, 0)) for image in images]
 def reward_color(images, prompts, targets=None):
@@ -214,41 +220,38 @@ def reward_color(images, prompts, targets=None):
     colors = torch.stack([find_color(prompt) for prompt in prompts])  # [N, 3]
     return 1 - (pil_to_tensor(images).mean((2, 3)) - colors).abs().mean(1)
 
-def reward_mse(images, prompts, targets):
-    """Minus the mean squared error to the target, which is resized to the image."""
-    if None in targets:
-        raise BadInput("--reward mse: every line of --prompts needs a target")
-    targets = [target.resize(images[0].size) for target in targets]
-    return -(pil_to_tensor(images) - pil_to_tensor(targets)).square().mean((1, 2, 3))
-
-REWARDS = {"color": reward_color, "mse": reward_mse}
+REWARDS = {"color": reward_color}
+# In a sum of rewards, a file's path and its colon. An absolute path may have , and = in it.
+REWARD_FILE = r"(?:/.*?|[^,=]+):(?=\w+(?:[,=]|$))"
 
 def import_name(text):
     """file.py:name -> what has this name in the file. The file can import its neighbours."""
     path, _, name = text.rpartition(":")
-    path = Path(path).resolve()
-    sys.path.append(str(path.parent))
-    module = importlib.import_module(path.stem) if path.is_file() else None
-    if Path(getattr(module, "__file__", "")).resolve() != path or not hasattr(module, name):
-        raise BadInput(f"{text}: needs a {name} in this file, and no other module of its name")
-    return getattr(module, name)
+    path = Path(absolute(path))
+    if not path.is_file():
+        raise BadInput(f"{text}: must be file.py:name, and there is no such file")
+    # Those of examples/ are parts of a package, so that a file of yours may have the same name.
+    package = "examples." if path.parent.samefile(Path(TINY_MODEL).parent) else ""
+    for file in path.parent.glob("*.py"):
+        known = getattr(sys.modules.get(package + file.stem), "__file__", file)
+        if not file.samefile(known):
+            raise BadInput(f"{text}: rename {file}, as {known} has its name")
+    sys.path.insert(0, str(path.parents[bool(package)]))
+    return attempt(text, getattr, importlib.import_module(package + path.stem), name)
 
 def load_rewards(text):
     """Text such as color=1,mine.py:sharp=.2 -> {name: (function, weight)}; no weight means 1."""
     rewards = {}
-    for part in text.split(","):
-        source, _, weight = part.partition("=")
-        name = source.rpartition(":")[2]
+    for source, name, weight in re.findall(rf"((?:{REWARD_FILE})?([^,=]+))=?([^,]*)", text):
         if name in rewards:
             raise BadInput(f"--reward {text}: two have the name {name}")
         function = REWARDS.get(source) or import_name(source)
-        rewards[name] = function, attempt(f"--reward {part}", float, weight or 1)
+        rewards[name] = function, attempt(f"--reward {source}", float, weight or 1)
     return rewards
 
 @torch.no_grad()
 def compute_rewards(images, prompts, rewards):
-    """Calls each of {name: (function, weight)} -> their weighted sum [N], fp64, {metric: mean}.
-    Each gets copies of its own, and may sort them or paint over them."""
+    """Calls {name: (function, weight)} on copies -> weighted sum [N], fp64, and {metric: mean}."""
     total = torch.zeros(len(prompts), dtype=torch.float64)
     metrics = {}
     for name, (function, weight) in rewards.items():
@@ -280,13 +283,12 @@ class LoRALinear(nn.Module):
 
     def forward(self, inputs):
         """The trap: W x that is rounded to bf16 before 2 B A x is added swallows most of a first
-        update, which is below half a unit of its last place. So `addmm_` adds W x to 2 B A x in
-        fp32, and rounds the sum: then updates are right on average."""
+        update, below half a unit of its last place. `addmm_` sums in fp32, and rounds once."""
         rows = inputs.reshape(-1, self.linear.in_features)
         # Off, 2 B A x is 0 and all else is the same, so that the KL begins at exactly 0.
-        output = (rows @ self.lora_A.T.to(rows) @ self.lora_B.T.to(rows) if self.enabled
+        output = (rows @ self.lora_A.T.to(rows) @ self.lora_B.T.to(rows) if LoRALinear.enabled
                   else rows.new_zeros(len(rows), self.linear.out_features))
-        output.addmm_(rows, self.linear.weight.T, beta=2)
+        output.addmm_(rows, self.linear.weight.T, beta=2)  # 2 * output + W x
         if self.linear.bias is not None:
             output += self.linear.bias
         return output.view(*inputs.shape[:-1], self.linear.out_features)
@@ -302,8 +304,6 @@ class LoRA:
                 model.set_submodule(name, layer.linear)
         for name, layer in [*model.named_modules()]:
             if re.fullmatch(layers, name):
-                if type(layer).forward is not nn.Linear.forward:  # such as peft's, or in 4 bits
-                    raise BadInput(f"--model: {name} must be an nn.Linear, and is {type(layer)}")
                 model.set_submodule(name, LoRALinear(layer, rank))
         self.weights = {f"base_model.model.{name}.weight": weight
                         for name, weight in model.named_parameters() if weight.requires_grad}
@@ -320,27 +320,30 @@ class LoRA:
         saved = json.loads((folder / "adapter_config.json").read_bytes())
         saved.pop("base_model_name_or_path", None)
         if saved != self.config:
-            raise BadInput(f"must be of this program, with {self.config}, and has {saved}")
+            raise BadInput(f"needs --lora-rank {saved.get('r')}, this program and this model")
         return safetensors.torch.load_file(folder / "adapter_model.safetensors")
 
     @torch.no_grad()
     def load(self, saved):
         if saved.keys() != self.weights.keys():
-            raise BadInput("it has other layers")
+            raise BadInput("has other layers than this model")
         for name, weight in self.weights.items():
-            weight.copy_(saved[name])
+            weight.copy_(saved[name].view_as(weight))
 
 # --- The trainer --------------------------------------------------------------
-# `--wrapper mine.py:MyModel` trains any model that draws tokens. examples/toy.py is a template:
+# `--wrapper mine.py:MyModel` trains any model that draws tokens. examples/toy.py is a template, and
+# `python -m examples.check` with these flags tells whether all of this holds:
 #   from_pretrained(path, config)  a class method: --model -> a wrapper, always the same weights
-#   policy, lora_layers  an nn.Module; a regex for its nn.Linear layers that get LoRA. Layers and
-#       their inputs have one dtype, without autocast.
+#   policy, lora_layers  an nn.Module without dropout; a regex for its nn.Linear layers that get
+#       LoRA. They and their inputs have one dtype, without autocast. Their hooks do not run, and
+#       no other module may read their weights, as nn.MultiheadAttention does.
 #   sample(prompts, group_size, seeds)  step 1: P prompts, a seed for each -> a Rollout of N
 #       samples on the CPU. Equal seeds give equal samples, whatever else is in the batch.
 #   decode(prompts, tokens, seeds)  step 2: tokens [N, T] -> N PIL images
 #   compute_logprobs(rollout)  -> log-probs of its tokens under the policy, with a gradient, and
 #       entropies, without; both [B, T], fp32, on DEVICE. A third may follow, with a gradient: the
-#       exact KL to the base model, for which this is called first, without a gradient.
+#       exact KL to the base model. With --kl-coef, each part is first scored by that, when
+#       `LoRALinear.enabled` is False.
 # `defaults`, {flag: value}, are settings of its own. The trainer sets `config`.
 class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed")):
     """What the sampler gives: N samples, in the order p0 p0 p1 p1.
@@ -351,72 +354,73 @@ class Rollout(collections.namedtuple("Rollout", "prompts tokens logprobs allowed
     def part(self, rows):
         return Rollout(*[None if value is None else value[rows] for value in self])
 
-def choose_prompts(step, num_prompts, config):
+def choose_prompts(step, n, config):
     """Indices of this GPU's P prompts in a step (1, 2, ..), and a seed for each. An epoch is a pass
     over the list. Its order follows from the run's seed, so resuming needs no saved state."""
-    counts = range((step - 1) * config.batch_size, step * config.batch_size)[RANK::WORLD_SIZE]
-    places = [divmod(count, num_prompts) for count in counts]
-    indices = [np.random.default_rng([config.seed, epoch]).permutation(num_prompts)[place]
-               for epoch, place in places]
+    turns = range((step - 1) * config.batch_size, step * config.batch_size)[RANK::WORLD_SIZE]
+    indices = [np.random.default_rng([config.seed, turn // n]).permutation(n)[turn % n]
+               for turn in turns]  # of all turns of the run, those of this GPU
     # Seeds below a million are kept for `save` and evaluation. Each --seed has its own.
-    return indices, [1_000_000 * (config.seed + 1) + count for count in counts]
+    return indices, [1_000_000 * (config.seed + 1) + turn for turn in turns]
 
 class GRPOTrainer:
     """Trains a wrapper's policy. rewards: {name: (function, weight)}; default: config.reward's."""
     def __init__(self, config, wrapper, prompts, rewards=None):
+        if isinstance(prompts, str):
+            raise BadInput(f"prompts must be a list of texts, and is {prompts!r}")
         self.config = config = dataclasses.replace(config)  # another trainer may have the same
-        if rewards is not None:  # no command finds them, so none may go on without them
+        if rewards is not None:  # a name that load_rewards refuses: no command may go on without
             config.reward = ",".join(f"{name}()={rewards[name][1]}" for name in rewards)
         self.wrapper = wrapper
         self.prompts = [Prompt(prompt, getattr(prompt, "target", None)) for prompt in prompts]
         self.rewards = load_rewards(config.reward) if rewards is None else rewards
         self.step = 0  # the last one that was made
         self.history = []  # one row a step
-        new = from_first(time.strftime, f"runs/%Y%m%d-%H%M%S-{time.time_ns() % 10**9}")
-        self.out = Path(config.resume or config.out or new).absolute()
+        self.out = Path(config.resume or config.out or from_first(
+            lambda: f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9}")).absolute()
         torch.manual_seed(config.seed)  # the first adapters are equal on all GPUs
         self.lora = LoRA(wrapper.policy, wrapper.lora_layers, config.lora_rank)
-        self.optimizer = torch.optim.AdamW(self.lora.weights.values(), config.lr, weight_decay=0.0)
+        self.optimizer = attempt(f"--lr {config.lr} for the layers {wrapper.lora_layers}",
+            torch.optim.AdamW, self.lora.weights.values(), config.lr, weight_decay=0.0)
 
     def start(self):
         """Takes over the wrapper, and goes on from the run's checkpoint, if there is one. Only the
-        first process reads and writes in the run's folder."""
+        first process reads and writes in the run's folder. Two new runs never share one."""
         config = self.wrapper.config = self.config
         os.environ["RUN"] = str(self.out)  # for rewards that keep files
-        state = from_first(self.open_folder)
+        state = from_first(self.read_state)
         if state:
             attempt(f"{self.out} is of another model", self.lora.load, state["adapter"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
         elif config.adapter:
-            self.lora.load(from_first(attempt, "--adapter", self.lora.read, Path(config.adapter)))
+            saved = from_first(attempt, "--adapter", self.lora.read, Path(config.adapter))
+            attempt("--adapter", self.lora.load, saved)
         if RANK == 0:
-            print(f"model: {config.model} on {DEVICE}\n"
+            attempt("--out", self.out.mkdir, parents=True, exist_ok=config.resume)
+            config.resume = str(self.out)  # from now on it may be there: a cell is run again
+            print(f"model: {config.model} on {DEVICE}, {len(self.prompts)} prompts\n"
                   f"files: {self.out}, at step {self.step} of {config.steps}", flush=True)
-            if self.step < config.steps or not state:  # or else no step had these settings
+            if self.step < config.steps or not state:  # or else keep those the steps were made with
                 self.save_settings()
             if not state:
                 self.save(0)  # pictures before training
 
-    def open_folder(self):
-        """-> the checkpoint, or None. Line i of the log is of step i; a step that has a line and no
-        checkpoint is made again. Two new runs never share a folder."""
-        attempt("--out", self.out.mkdir, parents=True, exist_ok=bool(self.config.resume))
-        self.config.resume = str(self.out)  # a notebook's cell may be run again
+    def read_state(self):
+        """-> the checkpoint, or None. Line i of the log is step i; later ones are made again."""
         checkpoint = self.out / "checkpoint.pt"
         log = self.out / "metrics.jsonl"
-        if not (checkpoint.exists() or log.exists()):
-            return
-        state = attempt("--resume", torch.load, checkpoint, "cpu", weights_only=True)
-        lines = log.read_text().splitlines(True)[:state["step"]] if log.exists() else []
-        self.history = [json.loads(line) for line in lines]
-        write_file(log, "".join(lines).encode())
-        return state
+        if self.config.resume and (checkpoint.exists() or log.exists()):
+            state = attempt("--resume", torch.load, checkpoint, "cpu", weights_only=True)
+            lines = log.read_text().splitlines(True)[:state["step"]] if log.exists() else []
+            self.history = [*map(json.loads, lines)]
+            write_file(log, "".join(lines).encode())
+            return state
 
     def save_settings(self):
         """All that is needed to go on, beside the checkpoint, and to know what was trained."""
-        lines = [f"{prompt}\t{prompt.target or ''}".strip() + "\n" for prompt in self.prompts]
-        write_file(self.out / "prompts.txt", "".join(lines).encode())
+        lines = "".join(f"{p}\t{p.target or ''}".strip() + "\n" for p in self.prompts)
+        write_file(self.out / "prompts.txt", lines.encode())
         settings = {name: value for name, value in vars(self.config).items()
                     if name not in ("prompts", "out", "resume")}
         write_file(self.out / "config.json", json.dumps(settings, indent=4).encode())
@@ -430,7 +434,7 @@ class GRPOTrainer:
             lr = config.lr * min(1, step / (config.warmup_steps or 1))
             self.optimizer.param_groups[0]["lr"] = lr
             indices, seeds = choose_prompts(step, len(self.prompts), config)
-            prompts = [self.prompts[i] for i in indices]
+            prompts = [copy.copy(self.prompts[i]) for i in indices]  # a group has its own object
             rollout = self.wrapper.sample(prompts, config.group_size, seeds)  # 1. sample
             images = self.wrapper.decode(prompts, rollout.tokens, seeds)  # 2. decode
             rewards, metrics = compute_rewards(images, rollout.prompts, self.rewards)  # 3. score
@@ -445,19 +449,19 @@ class GRPOTrainer:
                 self.save(step)
 
     def train_step(self, rollout, advantages):
-        """Step 5: the updates from one rollout; advantages [N] -> {metric: float}. Micro-batches
-        only save memory: each counts by its share of the samples, so the gradient is the same."""
+        """Step 5: the updates from one rollout; advantages [N] or [N, T] -> {metric: float}.
+        Micro-batches only save memory: each counts by its share of the samples."""
         config = self.config
         size = config.micro_batch_size
+        assert len(advantages) == len(rollout.tokens), f"{len(advantages)} advantages"
         parts = [rollout.part(slice(i, i + size)) for i in range(0, len(advantages), size)]
-        ref_logprobs = [None] * len(parts)
-        if config.kl_coef:  # the reference is the policy without its adapters: no second model
-            LoRALinear.enabled = False
-            try:
-                with torch.no_grad():
-                    ref_logprobs = [self.wrapper.compute_logprobs(part)[0] for part in parts]
-            finally:
-                LoRALinear.enabled = True
+        LoRALinear.enabled = False  # the reference is the policy without its adapters
+        try:
+            with torch.no_grad():
+                ref_logprobs = [self.wrapper.compute_logprobs(part)[0] if config.kl_coef else None
+                                for part in parts]
+        finally:
+            LoRALinear.enabled = True
         old_logprobs = {}
         totals = collections.defaultdict(float)
         self.optimizer.zero_grad()  # drops those of an interrupted step
@@ -485,9 +489,12 @@ class GRPOTrainer:
                 raise BadInput(f"--wrapper: a layer of its lora_layers got no gradient: {name}")
             if WORLD_SIZE > 1:
                 torch.distributed.all_reduce(weight.grad)  # a sum; the losses were divided
-        grad_norm = nn.utils.clip_grad_norm_(self.lora.weights.values(), self.config.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(
+            self.lora.weights.values(), self.config.max_grad_norm or math.inf)
         if grad_norm.isfinite():  # a NaN would stay in Adam's moments for ever
             self.optimizer.step()
+        elif RANK == 0:
+            print("update skipped: its gradient is not finite", flush=True)
         self.optimizer.zero_grad()
         return grad_norm.item()
 
@@ -504,9 +511,9 @@ class GRPOTrainer:
         if RANK == 0:
             names = "step reward reward_std loss kl entropy grad_norm sampler_gap seconds".split()
             names += [f"reward/{name}" for name in self.rewards if len(self.rewards) > 1]
-            print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row], flush=True)
             with open(self.out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")
+            print(*[f"{name} {row[name]:<10.4g}" for name in names if name in row], flush=True)
 
     def save(self, step):
         """A checkpoint after every step, so that a failure costs at most one. Every --save-every
@@ -516,8 +523,8 @@ class GRPOTrainer:
             seeds = range(len(prompts))
             rollout = self.wrapper.sample(prompts, 1, seeds)
             images = self.wrapper.decode(prompts, rollout.tokens, seeds)
-            sheet = diffusers.utils.make_image_grid(images, 1, len(prompts))
-            sheet.save(self.out / f"samples_{step:05d}.png")
+            diffusers.utils.make_image_grid(images, 1, len(images)).save(
+                self.out / f"samples_{step:05d}.png")
             self.lora.save(self.out / f"adapter_{step:05d}", self.config.model)
         file = io.BytesIO()
         torch.save(dict(step=step, adapter=self.lora.weights,
@@ -539,8 +546,8 @@ def build_position_ids(attention_mask, grids):
          t:   -1   0  1  2   3  3    5  5  5  5
          h:   -1   0  1  2   3  3    5  5  6  6
          w:   -1   0  1  2   3  4    5  6  5  6
-    The trap: `transformers` makes these in `generate` only. A plain forward pass takes the image
-    for a line of text, without any error, and every log-prob is wrong."""
+    The trap: `transformers` makes these only where it decodes with a cache. A pass over a whole
+    sequence takes the image for text, without any error, and every log-prob is wrong."""
     position_ids = (attention_mask.cumsum(1) - 1).expand(3, -1, -1)  # text [3, B, L]
     for height, width in grids:
         start = position_ids.amax((0, 2), keepdim=True) + 1  # [1, B, 1]
@@ -580,8 +587,7 @@ class GLMImageWrapper:
         self.ar = nn.ModuleList([policy.model.language_model, policy.lm_head]).train()
         self.dit = nn.ModuleList([pipe.text_encoder, pipe.transformer, pipe.vae]).eval()
         both = nn.ModuleList([self.ar, self.dit.requires_grad_(False)])
-        # In training mode, activations are computed again in the backward pass.
-        policy.activation_checkpointing_enable()
+        policy.activation_checkpointing_enable()  # in training mode, the backward pass makes them
         for name, norm in self.ar.named_modules():  # one kernel in the place of eight
             if hasattr(norm, "variance_epsilon"):
                 fused = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)
@@ -594,7 +600,7 @@ class GLMImageWrapper:
         pipe.vae.enable_slicing()  # four images at 1024 pixels take 28 GiB
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch #196678)
         is_small = CUDA and torch.cuda.get_device_properties(DEVICE).total_memory < 60 * 2**30
-        self.offload = config.offload == "on" or (config.offload == "auto" and is_small)
+        self.offload = config.offload == "on" or config.offload == "auto" and is_small
         both.to("cpu" if self.offload else DEVICE)
         self.cpu_copies = [(weight, weight.data) for weight in both.parameters() if self.offload]
         self.on_gpu = None  # ar or dit
@@ -643,18 +649,18 @@ class GLMImageWrapper:
         T = mask.shape[1] - L
         rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniform = torch.cat([torch.rand(group_size, T, generator=rng) for rng in rngs]).to(DEVICE)
-        # Fast attention kernels want a cache whose length is a multiple of 8.
-        length = (L + T + 7) // 8 * 8
+        length = (L + T + 7) // 8 * 8  # of the cache, as fast attention kernels want it
         cache = transformers.StaticCache(self.policy.config, length)
         # Attention adds this to its scores: 0 where a token may look, -inf elsewhere.
         bias = mask[:, :L].to(self.policy.dtype).log()
         bias = nn.functional.pad(bias, (0, length - L), value=-math.inf)
         # Without flags, codes are drawn as `generate` draws them, where top-k is 50 by default.
         own = self.policy.generation_config
-        top_k = own.top_k if self.config.top_k is None else self.config.top_k
-        keep_k = transformers.TopKLogitsWarper(50 if top_k is None else top_k or 10**6)
+        top_k = next(k for k in (self.config.top_k, own.top_k, 50) if k is not None)
+        keep_k = transformers.TopKLogitsWarper(top_k or 10**6)
         keep_p = transformers.TopPLogitsWarper(self.config.top_p or own.top_p or 1.0)
-        # Pass 0 reads the prompts, pass i the codes drawn in pass i - 1. Pass 1 is a warm-up, too.
+        # Pass 0 reads the prompts with a 2-D mask; pass i, the code of pass i - 1, with `bias`. The
+        # graph is recorded at pass 2, as the first pass of a new shape must run outside of it.
         places = position_ids.split([L] + [1] * T, 2)
         columns = []
         predict = lambda *inputs: self.forward(*inputs, 1, cache)
@@ -690,12 +696,11 @@ class GLMImageWrapper:
         h = config.height // 32
         w = config.width // 32
         codes = tokens[:, -h * w:].to(DEVICE).view(len(prompts), -1, h, w)  # without the draft
-        codes = codes.repeat_interleave(2, 2).repeat_interleave(2, 3)  # each as 2 x 2
+        codes = codes.kron(codes.new_ones(2, 2))  # each as 2 x 2
         images = []
         for prompt, seed, group in zip(prompts, seeds, codes.flatten(2), strict=True):
             for part in group.split(config.micro_batch_size):  # [B, 4 h w]
-                # The noise has other random numbers than the tokens.
-                noise = [torch.Generator().manual_seed(-seed - 1) for _ in part]
+                noise = [torch.Generator().manual_seed(~seed) for _ in part]  # not the tokens' seed
                 images += self.pipe(  # given codes, it skips its AR half
                     [prompt] * len(part), prior_token_ids=part, generator=noise,
                     height=config.height, width=config.width, guidance_scale=config.guidance,
@@ -706,31 +711,24 @@ class GLMImageWrapper:
 def parse_args(argv=None):
     """-> Config. What is typed comes before grpo.json in the model's folder, and that before the
     wrapper's `defaults`. A run that goes on has its config.json in the place of both."""
-    parser = transformers.HfArgumentParser(Config, allow_abbrev=False, usage="%(prog)s [flags]")
+    parser = transformers.HfArgumentParser(Config, usage="%(prog)s [flags]")
     typed = parser.parse_args(argv)
-    path = Path(f"{typed.resume}/config.json").absolute()
-    goes_on = typed.resume and (path.exists() or not typed.out)  # a job names both: it may begin
-    if goes_on:
+    path = Path(absolute(f"{typed.resume}/config.json"))
+    if typed.resume and (path.exists() or not typed.out):  # a job names both: it may begin
         settings = json.loads(attempt("--resume", path.read_bytes))
         settings["prompts"] = str(path.with_name("prompts.txt"))
     else:
         if typed.wrapper:  # the tiny GLM-Image and its settings are not for another wrapper
             own = getattr(import_name(typed.wrapper), "defaults", {})
             parser.set_defaults(**dict(model=None) | own)
-        path = Path(f"{parser.parse_args(argv).model}/grpo.json")
+        path = Path(absolute(f"{parser.parse_args(argv).model}/grpo.json"))
         settings = json.loads(path.read_bytes()) if path.exists() else {}
     parser.set_defaults(**settings)
-    config = Config(**vars(parser.parse_args(argv)))
-    for name, value in settings.items():
-        if goes_on and getattr(config, name) != value:
-            print(f"--{name} {getattr(config, name)} (was {value})", flush=True)
-    return config
+    return Config(**vars(parser.parse_args(argv)))
 
 def main(argv=None):
     if CUDA:
         torch.cuda.set_device(DEVICE)
-    else:
-        torch.set_num_threads(min(2, torch.get_num_threads()))  # more are hardly faster here
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()  # NCCL for tensors on a GPU, gloo for others
     try:
@@ -739,9 +737,11 @@ def main(argv=None):
         prompts = from_first(load_prompts, config.prompts)
         Wrapper = import_name(config.wrapper) if config.wrapper else GLMImageWrapper
         wrapper = Wrapper.from_pretrained(config.model, config)
+        if config.model == TINY_MODEL:
+            torch.set_num_threads(1)  # more gain nothing on it, and wait where the CPU is busy
         GRPOTrainer(config, wrapper, prompts).train()
     except (BadInput, KeyboardInterrupt) as error:
-        sys.exit(f"{Path(__file__).name}: error: {str(error) or 'stopped; --resume goes on'}")
+        sys.exit(f"grpo.py: error: {' '.join(str(error).split()) or 'stopped; a run may --resume'}")
     if WORLD_SIZE > 1:
         torch.distributed.destroy_process_group()
 

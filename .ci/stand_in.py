@@ -70,7 +70,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def describe(token, others, top):
     """One of the protocol's logprobs.content."""
     def tell(text):
-        return {"token": text, "logprob": math.log(others.get(text, 1)), "bytes": [*text.encode()]}
+        chance = others.get(text, 1)
+        return {"token": text, "logprob": math.log(chance) if chance else -9999.0, "bytes": [*text.encode()]}
 
     likeliest = sorted(others, key=others.get, reverse=True)[:top]
     return tell(token) | {"top_logprobs": [tell(text) for text in likeliest]}

@@ -18,13 +18,13 @@ def ask(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RUN", "run")
     Path("run").mkdir()
-    Path("run/config.json").write_text('{"group_size": 4}')
     choose.start_server.cache_clear()
 
-    def ask(images, prompts, *actions, targets=None):
+    def ask(images, prompts, *actions, targets=None, size=4):
         left = [*actions, ""] if actions else []  # the last choice has to stand for a second
         monkeypatch.setattr(choose, "time", SimpleNamespace(sleep=lambda seconds: press(left.pop(0))))
-        scores = choose.choose(images, list(prompts), targets or [None] * len(images))
+        groups = [grpo.Prompt(prompts[i]) for i in range(0, len(images), size)]  # each has its own
+        scores = choose.choose(images, [groups[i // size] for i in range(len(images))], targets or [None] * len(images))
         assert not left
         return scores
     return ask
@@ -105,9 +105,8 @@ def test_in_a_browser(ask, tmp_path, monkeypatch, capsys, width, act):
         address = capsys.readouterr().out.split()[-1]
         command = f"{browser} {flags} --window-size={width},800 --user-data-dir={tmp_path}/browser {address}".split()
         assert "<title>Group 1 of 1.&lt;9true</title>" in subprocess.check_output(command, text=True, timeout=120)
-    Path("run/config.json").write_text('{"group_size": 8}')
     eight = [Image.new("RGB", (120, 80), (0, 30 * i, 99)) for i in range(8)]
-    assert ask(eight, ["<b>" + 99 * "W"] * 8, look, targets=[RED] * 8) == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert ask(eight, ["<b>" + 99 * "W"] * 8, look, targets=[RED] * 8, size=8) == [0, 0, 1, 0, 0, 0, 0, 0]
 
 def test_agreement_with_a_person(run, ask):
     """Someone clicks on the greenest of 40 groups; targets have its color. Who tie for the first place share it."""

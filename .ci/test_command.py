@@ -109,10 +109,16 @@ def fail(images, prompts, targets):
     assert 0 not in codes and "ZeroDivisionError" in log and len(rows_of(tmp_path / "run")) == 2
 
 def test_what_a_reward_imports_is_the_program_that_runs(tmp_path):
-    """Or its BadInput would be another one, with a traceback. And threads are told not to spin before torch is there."""
+    """Or its BadInput would be another one, with a traceback. Torch's threads and environment are left alone."""
     (tmp_path / "p.txt").write_text("a fox\n")
-    (tmp_path / "mine.py").write_text("import grpo, os\ndef f(images, prompts, *_):\n    assert os.environ["
-                                      "'GOMP_SPINCOUNT'] == '10000'\n    grpo.find_color(prompts[-1])\n")
+    (tmp_path / "mine.py").write_text("""
+import os, subprocess, sys, grpo, torch
+def f(images, prompts, *_):
+    code = "import torch; print(torch.get_num_threads())"
+    assert int(subprocess.check_output([sys.executable, "-c", code])) == torch.get_num_threads()
+    assert not [name for name in os.environ if name.startswith("GOMP")]
+    grpo.find_color(prompts[-1])
+""")
     argv = [sys.executable, ROOT / "grpo.py", *f"{TOY} --reward mine.py:f --prompts p.txt --out run".split()]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
@@ -122,8 +128,39 @@ def test_ctrl_c_is_one_line(run):
     """And the run goes on."""
     with mock.patch.object(grpo.GRPOTrainer, "log", side_effect=KeyboardInterrupt):
         code, _, error = run("grpo", TOY + "--steps 1 --out run")
-    assert code == 1 and error == "grpo.py: error: stopped; --resume goes on\n"
+    assert code == 1 and error == "grpo.py: error: stopped; a run may --resume\n"
     assert run("grpo", "--resume run")[0] == 0 and len(read_rows("run")) == 1
+
+def test_the_tiny_model_takes_one_thread(run, monkeypatch):
+    """Two gain nothing on it, and wait for each other where the CPU is busy."""
+    monkeypatch.setattr(grpo.GRPOTrainer, "train", lambda self: None)
+    with mock.patch.object(torch, "set_num_threads") as threads:
+        assert run("grpo", TOY)[0] == run("grpo", f"--model {grpo.TINY_MODEL}")[0] == 0
+    threads.assert_called_once_with(1)
+
+@pytest.mark.parametrize("bug, kind", [("{}['key']", KeyError), ("import no_such", ImportError)])
+def test_a_bug_in_a_file_of_ones_own_is_shown_with_its_place(run, bug, kind):
+    Path(f"buggy_{kind.__name__}.py").write_text(f"def f(*_):\n    {bug}\n")
+    with pytest.raises(kind) as caught:
+        run("grpo", TOY + f"--reward buggy_{kind.__name__}.py:f --out run")
+    assert caught.traceback[-1].path.name.startswith("buggy") and caught.traceback[-1].lineno == 1
+
+def test_paths_are_absolute_and_may_have_any_characters(tmp_path, monkeypatch):
+    """A ~ is the home; and the folder that one is in may have , and = in its name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "lr=1,v=2"
+    folder.mkdir()
+    (folder / "plain.py").write_text("def f(images, prompts, targets): return range(len(images))")
+    (folder / "p.txt").write_text("a red fox\t~/t.png\n")
+    monkeypatch.chdir(folder)
+    (prompt,) = grpo.load_prompts("p.txt")
+    assert prompt.target == grpo.Prompt("fox", "~/t.png").target == f"{tmp_path}/t.png"
+    config = grpo.parse_args("--out ~/new --prompts p.txt --reward color=0,plain.py:f=.5,~/x.py:g".split())
+    assert (config.out, config.prompts) == (f"{tmp_path}/new", f"{folder}/p.txt")
+    reward = f"color=0,{folder}/plain.py:f=.5,{tmp_path}/x.py:g"
+    assert config.reward == grpo.Config(reward=reward).reward == reward
+    assert grpo.load_rewards(reward.rpartition(",")[0])["f"][1] == 0.5
 
 PROGRAMS = sorted([".".join(path.relative_to(ROOT / "examples").with_suffix("").parts)
                    for path in (ROOT / "examples").rglob("*.py") if "\nif __name__" in path.read_text()])

@@ -9,6 +9,7 @@ from PIL import Image
 import grpo
 from conftest import ROOT, read_rows
 from examples.edit import EditWrapper
+from examples.rewards import mse
 from examples.make import squares, tiny
 from stand_in import StandIn
 WIDTH, HEIGHT = 160, 96  # not square
@@ -92,7 +93,7 @@ def test_sources_of_any_size(tmp_path, size, h, w):
     wrapper.decode([prompt], torch.zeros(1, 15).long(), [0])
     image = shown.call_args.args[0]
     assert image.size == (32 * w, 32 * h)
-    assert grpo.compute_rewards([image], [prompt], {"mse": (grpo.reward_mse, 1)})[0] == 0
+    assert grpo.compute_rewards([image], [prompt], {"mse": (mse, 1)})[0] == 0
 
 def judge_squares(text, pictures):
     """A judge that measures: of the squares that the instruction names, or of the others, the share that is right."""

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import grpo
+from conftest import ROOT
 from examples import evaluate, pictures, runs
 from examples.evaluate import find_interval, weigh_best
 
@@ -69,7 +70,7 @@ def test_measures_by_hand(tmp_path):
     """Rewards without their weights, their sum with them; they get the target; pairs are (0, 1), (0, 2), (1, 2)."""
     Image.new("RGB", (9, 9), "red").save(tmp_path / "red.png")
     images = [Image.new("RGB", (64, 64), color) for color in ("red", "black", (255, 51, 0))]
-    rewards = grpo.load_rewards("color=3,mse=-1")
+    rewards = grpo.load_rewards(f"color=3,{ROOT}/examples/rewards.py:mse=-1")
     assert evaluate.measure(images, grpo.Prompt("a red thing", tmp_path / "red.png"), rewards) == {
         "color": pytest.approx([1, 2 / 3, 1 - 0.2 / 3]), "mse": pytest.approx([0, -1 / 3, -0.04 / 3]),
         "reward": pytest.approx([3, 2 + 1 / 3, 3 - 0.2 + 0.04 / 3]),
@@ -125,8 +126,10 @@ def test_evaluate(run):
     for (_, *cells), measures in zip(rows, results):
         assert [score for _, score in cells] == [f"{row['color'][0]:.3g}  {row['bright'][0]:.3g}" for row in measures]
     assert compare(run, f"a {WORDS} --reward color,own.py:bright=0 --steps 2 0")[1] == [results[1], results[0]]
+    assert out.count("\nbright ") == out.count("\ncolor ") == out.count("\ncolor, best") == 1 and "\nreward" not in out
     out, last = compare(run, f"a b a/adapter_00002 {WORDS} --reward color,own.py:bright=0")
     assert last[0] == results[2] and last[2] == results[1] and "\n  b, step 3 " in out
+    assert "\nreward, best of k" in compare(run, f"a {WORDS} --steps 0 --reward color=2,own.py:bright=0")[0]
 
 @pytest.mark.parametrize("flag, value", [
     ("temperature", 3.0), ("top-k", 2), ("top-p", 0.25), ("width", 128), ("guidance", 3.0), ("decode-steps", 60)])
@@ -162,7 +165,10 @@ def test_follow(run, monkeypatch):
 
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds) if seconds else None)
     follow = f"--follow {WORDS} --samples 3 --reward color,own.py:bright=0"
-    assert run("evaluate", f"grown {follow}")[0] == 0 and next(events, None) is None
+    Path("grown").mkdir(exist_ok=True)
+    Path("grown/metrics.jsonl").write_text("".join([f'{{"step": {i}, "grad_norm": NaN}}\n' for i in (1, 2, 3)]))
+    code, told, _ = run("evaluate", f"grown {follow}")
+    assert code == 0 and next(events, None) is None and told.count("alarm at step 3: the last three updates") == 1
     rows = [json.loads(line) for line in open("grown/evaluation.jsonl")]
     assert [row["step"] for row in rows] == [0, 2, 3]
     for row, measured in zip(rows, results):
@@ -195,7 +201,10 @@ def test_generate(run):
 @pytest.mark.parametrize("typed, told", [
     ("evaluate nowhere", "nowhere/config.json"), ("evaluate a --steps 0 7", "a: has adapters of steps [0, 2, 3]"),
     ("evaluate alone", "alone: is of another model than GLM-Image; type --wrapper"), ("generate a", "--prompt"),
+    ("evaluate moved_reward", "no such file; --reward may name another file"),
     ("generate a --prompt red --step 5", "steps [0, 2, 3]"), ("generate a --prompt red --out b", "--out: ")])
 def test_bad_input(typed, told, refuse, run, monkeypatch):
+    shutil.rmtree("moved_reward", ignore_errors=True)
+    copy_run("a", "moved_reward", reward="/nowhere/gone.py:f")
     monkeypatch.setattr(sys.modules["home_made"].HomeMade, "from_pretrained", None)
     assert told in refuse(*typed.split(" ", 1))

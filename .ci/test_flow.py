@@ -1,4 +1,5 @@
 """Tests of examples/flow.py: identities, on a small GLM-Image of random weights."""
+import re, shutil
 from pathlib import Path
 
 import diffusers, peft, pytest, torch
@@ -111,6 +112,9 @@ def test_each_round_begins_with_the_pictures_of_the_last(run, monkeypatch):
     pictures = [[Path(name, f"samples_{step:05}.png").read_bytes() for step in (0, 2)] for name in rounds]
     assert all(first != last for first, last in pictures)
     assert [last for _, last in pictures[:-1]] == [first for first, _ in pictures[1:]]
+    for name, wanted in (("ar2", "AR, as it was trained over /.*/dit/adapter_00002"), ("dit", "DiT")):
+        shutil.copytree(f"{name}/adapter_00002", f"alone/{name}")
+        assert re.search(f"type --wrapper.* examples/flow.py:{wanted}$", run("generate", f"alone/{name} --prompt red")[2])
     monkeypatch.chdir("ar")
     opened = runs.open_run("../dit2", top_k=1)
     wrapper = opened.Wrapper.from_pretrained(opened.config.model, opened.config)

@@ -62,5 +62,5 @@ def test_what_is_refused(refuse, monkeypatch):
     with pytest.raises(grpo.BadInput, match="q_proj is quantized already"):
         four_bits.GLMImage4Bit.from_pretrained("saved", grpo.Config())
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.delitem(sys.modules, "four_bits", raising=False)
+    monkeypatch.delitem(sys.modules, "examples.four_bits")
     assert "pip install bitsandbytes" in refuse("grpo", f"--wrapper {ROOT}/examples/four_bits.py:GLMImage4Bit --model x")

@@ -1,8 +1,9 @@
 """Tests of examples/judge.py: real requests to a server on the loopback that is as strict as those of OpenAI's protocol
 (stand_in.py). What it answers depends on the green of the pictures."""
-import os, sys, threading
+import contextlib, os, sys, threading
+from unittest import mock
 
-import pytest
+import openai, pytest
 from PIL import Image
 
 import grpo
@@ -31,7 +32,8 @@ def server():
 @pytest.mark.parametrize("answer, rating", [
     ("7", 7), ("10", 10), ("0", 0), ("8.5", 8.5), (" **8.**\n", 8), ("<think>1</think>or 2?</think>\n\n8", 8),
     ("Rating: 8/10", 8), ("**Score:** 8.5", 8.5), ("7, as it is a fox. 3 of 4", 7), ("9. It is one.", 9),
-    ("10.5", None), ("4/5", None), ("3 foxes", None), ("yes", None), (None, None), (400, None), (422, None)])
+    ("10.5", None), ("4/5", None), ("3 foxes", None), ("yes", None), (None, None), (400, None), (422, None),
+    ("-6", None), ("Rating: -6", None), ("**−6**", None), ("- 6", 6)])
 def test_ratings(server, caplog, answer, rating):
     """A rating is one number after the thoughts. What else is said, or refused, is worth 0, with one warning a call.
     Each picture has an answer of its own, to a question with its own prompt."""
@@ -58,11 +60,47 @@ SPLIT = {"1": 0.5, "9": 0.25, "4": 0.25}  # each digit is a token
     (judge, [("8", {"8": 0.9, "2": 0.1}), ("</think>", {}), ("8", DIGITS), (".", {})], (8 * 4 + 6 * 2 + 10) / 7),
     (judge, [("1", SPLIT), ("0", {"0": 1})], (10 * 2 + 9 + 4) / 4), (judge, [("9", SPLIT)], (10 * 2 + 9 + 4) / 4),
     (judge, [("1", SPLIT)], (1 * 2 + 9 + 4) / 4), (judge, [("8", DIGITS), (".", {}), ("5", {"5": 1})], 8.5),
-    (judge, [("8.", {})], 8), (yes, [("Yes", {"Yes": 0.5, "yes": 0.1, "No": 0.2, "I": 0.2})], 0.75), (yes, "No, 1 is.", 0)])
+    (judge, [("8.", {})], 8), (yes, [("Yes", {"Yes": 0.5, "yes": 0.1, "No": 0.2, "I": 0.2})], 0.75), (yes, "No, 1 is.", 0),
+    (judge, [("8", {}), (".", {})], 8), (judge, [("8", {"I": 1})], 8), (judge, [("8", {"6": 0, "8": 0})], 8),
+    (compare, [("2", {"1": 0.5, "2": 0.5}), (". In picture ", {}), ("2", {"2": 1})], 0.5),
+    (judge, [("10", {"10": 0.5, "4": 0.5}), ("/", {}), ("10", {"10": 1})], 7),
+    (yes, [("Yes", {"yes": 0.5, "no": 0.5}), (", it does: ", {}), ("yes", {"yes": 1})], 0.5)])
 def test_an_answer_is_a_mean(server, reward, pieces, value):
-    """Single digits are mostly equal within a group. Where each is a token, a 1 begins 10, too."""
-    server.says = {10: pieces}
-    assert score(reward, [10], "fox") == pytest.approx([value])
+    """Single digits are mostly equal within a group. Where each is a token, a 1 begins 10, too. The mean is that of the
+    first such word after the thoughts; the plain answer counts where no other has a probability."""
+    server.says = {10: pieces, 20: pieces}
+    greens = [10, 20] if reward is compare else [10]
+    assert score(reward, greens, "fox fox"[:4 * len(greens) - 1]) == pytest.approx([value] * len(greens))
+
+@pytest.mark.parametrize("change", [
+    {"logprobs": {"content": [{"token": "8", "logprob": 0, "bytes": [], "top_logprobs": None}]}}, {"logprobs": None}])
+def test_servers_that_tell_no_alternatives(server, change):
+    server.says, server.change = {10: "8"}, change
+    assert score(judge, [10], "fox") == [8]
+
+def test_no_file_stays_open(server):
+    """A client for each call, that nobody closed, ended a night with "Too many open files", also after errors."""
+    server.answer = lambda text, pictures: "8" if "fox" in text else 500
+    counts = []
+    with mock.patch("time.sleep"):
+        for prompts in ["fox fox"] * 3 + ["owl owl"] + ["fox fox"] * 3:
+            with contextlib.suppress(grpo.BadInput):
+                score(judge, [10, 20], prompts)
+            counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] <= counts[1] + 1
+
+def test_a_server_that_never_answers_is_one_line(server, monkeypatch):
+    """After minutes, not an hour; here after a tenth of a second."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    OpenAI = openai.OpenAI
+    timeouts = []
+    monkeypatch.setattr(openai, "OpenAI", lambda timeout, **known: timeouts.append(timeout) or OpenAI(timeout=0.1, **known))
+    asleep = threading.Event()
+    server.answer = lambda *_: asleep.wait(20) and "8"
+    with pytest.raises(grpo.BadInput, match="any: Request timed out"):
+        score(judge, [10], "fox")
+    asleep.set()
+    assert 60 <= timeouts[0] * 6 <= 900
 
 @pytest.mark.parametrize("most, refused, rating", [(5, "", 54 / 7), (20, "top_logprobs", 8), (20, "temperature", 8)])
 def test_a_server_that_does_not_take_all(server, monkeypatch, most, refused, rating):
@@ -86,6 +124,9 @@ def test_compare_by_hand(server):
     assert sum([asked.startswith(text) for asked, *_ in server.asked]) == 3 * 2
     server.answer = lambda text, pictures: {10: "?", 50: "0"}.get(find_greens(pictures)[0], "2")
     assert score(compare, [10, 30, 50, 70, 80, 90], "x x y y z z") == [0.75, 0.25, 0.75, 0.25, 0.5, 0.5]
+    server.answer = prefer_green
+    groups = [grpo.Prompt("x"), grpo.Prompt("x")]  # of a list of one prompt: neighbours are not of one group
+    assert compare(paint(10, 30, 20, 40), [groups[i // 2] for i in range(4)], [None] * 4) == [0, 1, 0, 1]
 
 def test_edits_are_shown_with_their_source(server):
     """Without its source, or with another's, no edit can be judged. A photo is shown small. Two prompts of one

@@ -92,3 +92,21 @@ def test_pairs(run, refuse):
     mean, margin = changes.mean(0), 12.7062 * np.abs(changes[0] - changes[1]) / 2  # Student's t of two seeds
     assert pairs[2] == pytest.approx(np.stack([mean, mean - margin, mean + margin], 1), abs=2e-3)
     assert "nosuch" in refuse("compare", "nosuch") and "stepz" in refuse("compare", "nosuch --stepz 3")
+
+def test_a_comparison_takes_all_flags(small_draft, run):
+    """--adapter and flow.py's DiT, whose patched module shares the switch of the reference; it leaves no files. A patch
+    that can do nothing with a wrapper says so."""
+    toy = f"--wrapper {ROOT}/examples/toy.py:Toy --lr 0.05"
+    assert run("grpo", f"{toy} --steps 9 --save-every 9 --out a")[0] == 0
+    def measure(flags):
+        error = run("compare", f"frac_zero_std --seeds 0 {flags}")[2]
+        rows = re.findall(r"(?m)^seed 0 .*? (\d\.\d{4}) (\d\.\d{4}) (\d\.\d{4})$", error)
+        assert len(rows) == 2 and rows[0] == rows[1], error
+        return float(rows[0][0])
+
+    assert measure(f"--steps 0 {toy} --adapter a/adapter_00009") > measure(f"--steps 0 {toy}") + 0.05
+    assert "--adapter: [Errno 2]" in run("compare", f"frac_zero_std {toy} --adapter gone")[2]
+    dit = f"--wrapper {ROOT}/examples/flow.py:DiT {SMALL} --decode-steps 3 --steps 2 --kl-coef .1 --seeds 0"
+    measure(dit)
+    assert run("compare", f"entropy {dit}")[2].endswith("entropy.patch: --wrapper gives entropies without a gradient\n")
+    assert [path.name for path in Path().iterdir()] == ["a"]

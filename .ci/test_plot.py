@@ -1,5 +1,5 @@
 """Tests of plot.py: figures, curves, pictures, alarms, and what is sent to W&B and trackio, without a network."""
-import importlib, json, random, statistics, sys, threading
+import importlib, json, math, random, statistics, sys, threading
 from unittest import mock
 
 import pytest
@@ -9,7 +9,7 @@ from PIL import Image
 from examples import plot
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 128, 0), (0, 0, 255)
-SETTINGS = dict(reward="/a=1/mine.py:sharp,/a/rewards.py:color=0,even=.5,grey=0.0", steps=2, save_every=2)
+SETTINGS = dict(reward="/a=1,b/mine.py:sharp,/a/rewards.py:color=0,even=.5,grey=0.0", steps=2, save_every=2)
 
 def make_run(folder, prompts="red\ngreen\nblue\n", rows=None):
     """A run of two steps of 64 x 64 pixels, with a picture of each prompt's color at the last."""
@@ -22,6 +22,7 @@ def make_run(folder, prompts="red\ngreen\nblue\n", rows=None):
         for i, color in enumerate((RED, GREEN, BLUE) if step else (BLUE, RED, GREEN)):
             sheet.paste(color, (64 * i, 0, 64 * i + 64, 64))
         sheet.save(folder / f"samples_{step:05d}.png")
+    Image.new("RGB", (8, 8)).save(folder / "samples_00002 copy.png")
     return folder
 
 def write_rows(folder, rows, name="metrics.jsonl"):
@@ -60,6 +61,14 @@ def test_a_curve_has_what_was_measured_on_held_out_prompts(run, tmp_path):
     assert "mine: has no color; there are step, reward\n" in run("plot", "mine other --metric color")[2]
     assert [*figure.axes[0].lines[1].get_xdata()] == [0, 2] and len(figure.axes[0].collections) == 1
 
+def test_many_curves(run, tmp_path):
+    """Each of 23 has a color of its own, where ten are usual."""
+    for i in range(23):
+        make_run(tmp_path / f"run{i}")
+    with mock.patch.object(Figure, "savefig", autospec=True) as save:
+        assert run("plot", " ".join([f"run{i}" for i in range(23)]))[0] == 0
+    assert len({str(line.get_color()) for line in save.call_args.args[0].axes[0].lines}) == 23
+
 def test_pictures(run, tmp_path):
     """The first below "before", the last below "after", each below its prompt; a film has a row for each step."""
     make_run(tmp_path / "mine", "# mended\nred\t/gone.png\n\ngreen\nblue\n")
@@ -81,6 +90,20 @@ def find(rows):
     """-> [(step, the first words)]."""
     texts = [text.split(": ", 1) for text in plot.find_alarms(rows, SETTINGS)]
     return [(int(step.removeprefix("step ")), text.split(",")[0]) for step, text in texts]
+
+def test_names_of_a_notebook():
+    """They may be anything; so may the folders of files."""
+    assert plot.read_weights("x=1()=0.5,y,z()=2") == {"x=1": 0.5, "y,z": 2}
+    assert plot.read_weights("/lr=1,v:2/a.py:f=0,color,/b/c.py:g") == {"f": 0, "color": 1, "g": 1}
+
+def test_updates_are_skipped(run, tmp_path):
+    """Three in a row, at the third; the norm of a run of sft.py that has none is no alarm."""
+    bad = {7, 9, 10, 12, 13, 14, 15, 30}
+    rows = make_rows(grad_norm=lambda i: math.nan if i in bad else 1.0)
+    assert find(rows) == [(14, "the last three updates were left out")]
+    assert not find(rows[:13]) and find(make_rows(grad_norm=lambda i: math.inf))[0][0] == 3
+    make_run(tmp_path / "mine", rows=rows)
+    assert "mine  alarm at step 14: the last three updates" in run("plot", "mine")[1]
 
 @pytest.mark.parametrize("name", ["color", "grey", "sharp", "even"])
 def test_a_witness_falls(name):

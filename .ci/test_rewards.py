@@ -54,7 +54,8 @@ def test_ssim_as_published():
     assert gallery.ssim(*pairs) == pytest.approx([0.357959, 1], abs=1e-3)
 
 def test_the_other_rewards_by_hand(monkeypatch):
-    """A stand-in for LPIPS, whose weights are not here; of the others the bytes and the edges are counted."""
+    """A stand-in for LPIPS, whose weights are not here; of the others the bytes and the edges are counted. It is the
+    target that is resized, as the image is judged."""
     black, white = [Image.new("RGB", (8, 8), color) for color in ("black", "white")]
     monkeypatch.setattr(gallery, "load_lpips", lambda: lambda x, y, normalize: normalize * (x - y).abs().mean())
     assert gallery.lpips([black, white], ["", ""], [white.resize((30, 20)), white]) == [-1, 0]
@@ -65,6 +66,11 @@ def test_the_other_rewards_by_hand(monkeypatch):
     half.paste(white, (4, 0))  # of 7 steps to the right one is an edge
     assert gallery.sharpness([black, half], ["", ""], []) == pytest.approx([0, 1 / 7])
     assert gallery.even([half, white], ["black", "a white, not a red one"]) == pytest.approx([0.5, 1])
+    gray = Image.new("RGB", (3, 3), (51, 51, 51))
+    errors = gallery.mse([half] * 3, [""] * 3, [half, black.resize((1, 1)), gray])
+    assert errors.tolist() == pytest.approx([0, -0.5, -(0.8**2 + 0.2**2) / 2])
+    with pytest.raises(grpo.BadInput, match="needs a target for every prompt"):
+        gallery.mse([half] * 2, [""] * 2, [half, None])
 
 def test_clip_and_aesthetic_by_hand(monkeypatch, tmp_path):
     """A softmax, a logit scale, another prompt's padding, or layers in another order would show."""

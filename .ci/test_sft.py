@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_its_own_pictures(tmp_path, run, refuse, small_draft)
     assert "sft()" in refuse("grpo", "--resume half --steps 9")
 
 @pytest.mark.parametrize("files, told", [
-    ("a.png", "a.png needs a caption"), ("a.png a.txt", "must not be empty"), ("a.heic", "two pictures or more")])
+    ("a.png", "a.png needs a caption"), ("a.png a.txt", "cannot hold ''"), ("a.heic", "two pictures or more")])
 def test_bad_folders(refuse, files, told):
     for name in files.split():
         Path(name).touch()

@@ -40,13 +40,14 @@ homes = [folder for folder in (here, *here.parents) if (folder / "grpo.py").exis
 assert homes, "start this in the folder of grpo.py, or below it"
 os.chdir(homes[0])
 sys.path.insert(0, os.getcwd())  # the folder of grpo.py
-import grpo  # before torch, because it sets how torch's threads wait
+import grpo
 import diffusers, matplotlib, torch, transformers
 import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image
 from torch import nn
 
+torch.set_num_threads(1)  # more gain nothing on a model this small
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True})
 for module in (torch, transformers, diffusers, np, matplotlib):
     print(module.__name__, module.__version__)

@@ -2,14 +2,14 @@
 import argparse, os, sys
 from pathlib import Path
 
-def read_flags(doc, add_flags, and_more=False):
-    """-> what was typed. A program calls this before its imports, which take seconds; `add_flags`
-    gets argparse's `add_argument`, and `doc` stands above the flags. With `and_more`, other flags
-    are those of grpo.py: a list, `flags`."""
+def read_flags(doc, add_flags, and_more=False, may_be_bare=False):
+    """-> what was typed; if that is nothing, help is shown, unless it `may_be_bare`. A program calls
+    this before its imports, which take seconds; `add_flags` gets argparse's `add_argument`, and
+    `doc` stands above the flags. With `and_more`, other flags are those of grpo.py: a list, `flags`."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_flags(parser.add_argument)
-    if len(sys.argv) == 1:
+    if len(sys.argv) == 1 and not may_be_bare:
         parser.print_help()
         parser.exit()
     os.environ |= dict(WORLD_SIZE="1", RANK="0")  # it runs alone, also in a job of several machines
@@ -30,7 +30,8 @@ def read_folder(doc, default):
 
 def fail(message):
     """Ends the program with one line, as grpo.py does."""
-    sys.exit(f"{os.path.basename(sys.argv[0])}: error: {message}")
+    told = " ".join(str(message).split())
+    sys.exit(f"{os.path.basename(sys.argv[0])}: error: {told}")
 
 def start(main, *args):
     """Calls a program's main, and tells in one line what the user gave wrong."""

@@ -24,6 +24,7 @@ import numpy as np
 
 import grpo
 from examples.evaluate import find_interval
+from examples.rewards import find_groups
 
 if grpo.WORLD_SIZE > 1:  # the others would give up after half an hour
     raise grpo.BadInput("--reward choose: asks one person, in one process: leave torchrun away")
@@ -39,24 +40,25 @@ def choose(images, prompts, targets):
         raise grpo.BadInput("--reward choose: asks while a run is trained; name another reward")
     run = Path(os.environ["RUN"])
     (run / "choices").mkdir(exist_ok=True)
-    size = json.loads((run / "config.json").read_bytes())["group_size"]
     names = [save_picture(run, image) for image in images]
     rows = read_rows(run / "choices.jsonl")
     known = {json.dumps(row | dict(best=[])): row["best"] for row in rows}
     groups = []
-    for i in range(0, len(names), size):
-        target = targets[i] and save_picture(run, targets[i])
-        pictures = list(dict.fromkeys(names[i:i + size]))  # identical ones are shown once
-        group = dict(prompt=prompts[i], target=target, pictures=pictures, best=[])
+    group_of = []  # of each image
+    for indices in find_groups(prompts, targets):
+        target = targets[indices[0]] and save_picture(run, targets[indices[0]])
+        pictures = [*dict.fromkeys([names[i] for i in indices])]  # identical ones are shown once
+        group = dict(prompt=prompts[indices[0]], target=target, pictures=pictures, best=[])
         group["best"] = known.get(json.dumps(group), [] if len(pictures) > 1 else pictures)
         groups.append(group)
+        group_of += [group] * len(indices)
     asked = [group for group in groups if not group["best"]]
     if asked:
         start_server()
         ask(asked)
         lines = [json.dumps(row) + "\n" for row in rows + asked]
         grpo.write_file(run / "choices.jsonl", "".join(lines).encode())
-    return [float(name in groups[i // size]["best"]) for i, name in enumerate(names)]
+    return [float(name in group["best"]) for name, group in zip(names, group_of)]
 
 def save_picture(run, image):
     """-> its name, the SHA-256 of its pixels."""

@@ -16,13 +16,14 @@ def add_flags(add):
 if __name__ == "__main__":
     ARGS = read_flags(__doc__, add_flags, and_more=True)
 
-import shutil, subprocess, sys, tempfile, types
+import contextlib, os, shutil, subprocess, sys, tempfile, types
 from pathlib import Path
 
 import numpy as np
 
 import grpo
 from examples import evaluate
+from examples.runs import load_model
 
 PATCHES = Path(__file__).with_name("patches")
 MEASURES = ["reward", "best of 8", "pixels differ"]
@@ -38,6 +39,7 @@ def load_patched(name):
         grpo.attempt(name, subprocess.run, ["git", "apply", patch], cwd=folder, check=True)
         exec(Path(folder, "grpo.py").read_text(), module.__dict__)
     module.BadInput = grpo.BadInput  # `start` knows this one
+    module.LoRALinear = grpo.LoRALinear  # a wrapper asks this one whether it is the reference
     return module
 
 def parse_variant(text, flags):
@@ -50,13 +52,17 @@ def parse_variant(text, flags):
     return module, [*flags, *words]
 
 def train(module, argv):
-    """-> the trainer after a run that writes no files and prints nothing."""
+    """-> the trainer after a run that leaves no files and prints nothing."""
     config = module.parse_args(argv)
     Wrapper = module.import_name(config.wrapper) if config.wrapper else module.GLMImageWrapper
-    wrapper = Wrapper.from_pretrained(config.model, config)
-    trainer = module.GRPOTrainer(config, wrapper, module.load_prompts(config.prompts))
-    trainer.start = trainer.log = trainer.save = lambda *_: None
-    trainer.train()
+    wrapper = load_model(Wrapper, config)
+    with (tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere,
+          contextlib.redirect_stdout(nowhere)):
+        config.out = f"{folder}/run"
+        trainer = module.GRPOTrainer(config, wrapper, module.load_prompts(config.prompts))
+        trainer.log = trainer.save = lambda *_: None
+        trainer.train()
+    wrapper.explores = False  # from now on flow.py's DiT draws as for its users
     return trainer
 
 def measure(trainer):

@@ -43,8 +43,9 @@ import numpy as np
 from PIL import ImageChops
 
 import grpo
+from examples import plot
 from examples.pictures import save_film
-from examples.runs import draw, find_adapters, load_adapter, open_run
+from examples.runs import draw, find_adapters, load_adapter, load_model, open_run
 
 HELD_OUT = Path(__file__).with_name("make") / "held_out.txt"
 
@@ -152,7 +153,7 @@ def evaluate(chosen, prompts, rewards, args):
         if (run.Wrapper, run.config.model) != loaded:
             wrapper = None  # frees the memory of the last one
             config = dataclasses.replace(run.config, **settings)
-            wrapper = run.Wrapper.from_pretrained(config.model, config)
+            wrapper = load_model(run.Wrapper, config)
             loaded = run.Wrapper, run.config.model
         load_adapter(wrapper, folder)
         yield measure_adapter(wrapper, prompts, rewards, args)
@@ -246,9 +247,11 @@ def follow(args):
         return {step: adapter for step, adapter in find_adapters(folder).items()
                 if step not in done and (step % args.every == 0 or step == last)}
 
-    wrapper = run.Wrapper.from_pretrained(run.config.model, run.config)
+    wrapper = load_model(run.Wrapper, run.config)
+    alarms = []
     while last not in done:
         time.sleep(0 if find_new() else SECONDS)
+        alarms = plot.print_alarms(folder, alarms)
         for step, adapter in find_new().items():
             load_adapter(wrapper, adapter)
             row = summarize(measure_adapter(wrapper, prompts, rewards, args)[0])
@@ -263,7 +266,10 @@ def load_inputs(args, run):
     """-> prompts, rewards; before a model is loaded."""
     if args.samples < 2:
         raise grpo.BadInput("--samples: must be 2 or more, to compare them")
-    rewards = grpo.load_rewards(args.reward or run.config.reward)
+    try:
+        rewards = grpo.load_rewards(args.reward or run.config.reward)
+    except grpo.BadInput as error:
+        raise grpo.BadInput(f"{error}; --reward may name another file") from None
     return grpo.load_prompts(args.prompts or HELD_OUT), rewards
 
 def compare(args):
@@ -276,7 +282,9 @@ def compare(args):
     folder.mkdir(parents=True, exist_ok=True)
     save_files(folder, [*chosen], prompts, rewards, results, pictures)
     print(f"--prompts {args.prompts or HELD_OUT} --reward {args.reward or first.config.reward}")
-    names = [*rewards] if len(rewards) == 1 else [*rewards, "reward"]
+    weights = {name: weight for name, (_, weight) in rewards.items() if weight}
+    total = [] if [*weights.values()] == [1] else ["reward"]  # or it would be one of the others
+    names = [*(rewards.keys() - weights), *weights, *total]
     print_table([*chosen], results, [*names, "pixels differ"])
     print_best([*chosen], results, names[-1])
 

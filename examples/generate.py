@@ -33,7 +33,7 @@ import diffusers
 
 import grpo
 from examples.pictures import save_film
-from examples.runs import draw, load_adapter, open_run
+from examples.runs import draw, load_adapter, load_model, open_run
 
 def generate(args):
     prompts = [grpo.Prompt(prompt) for prompt in args.prompt]
@@ -50,7 +50,7 @@ def generate(args):
             raise grpo.BadInput(f"{args.run}: has adapters of steps {[*run.adapters]}")
         adapter = run.adapters[step]
     grpo.attempt("--out", args.out.mkdir, parents=True)
-    wrapper = run.Wrapper.from_pretrained(run.config.model, run.config)
+    wrapper = load_model(run.Wrapper, run.config)
     if adapter:
         load_adapter(wrapper, adapter)
     print(adapter or run.config.model, flush=True)

@@ -1,6 +1,5 @@
 """Measures grpo.py: on your machine, or on a GPU that is only imagined.
 
-    python -m examples.measure report     # please paste what it prints into an issue
     python -m examples.measure bench --model random --width 512 --height 512 --offload on
     python -m examples.measure memory     # GiB and kernels of a GPU, counted without one
     python -m examples.measure janus      # the same for janus.py
@@ -8,12 +7,12 @@
 
 All take the flags of grpo.py, too. On the imagined GPU models have their real sizes. `--model
 random` has GLM-Image's, and random weights, so that nothing is downloaded; it needs a GPU. Without
-one, `report` and `bench` measure the tiny GLM-Image in seconds.
+one, `bench` measures the tiny GLM-Image in seconds.
 """
 from examples import read_flags, start
 
 def add_flags(add):
-    add("command", choices=["report", "bench", "memory", "janus", "updates"], help="see above")
+    add("command", choices=["bench", "memory", "janus", "updates"], help="see above")
     add("--groups", type=int, nargs="+", default=[1, 4, 8, 16], help="of bench: group sizes")
     add("--repeats", type=int, default=3, help="of bench; default: %(default)s")
     add("--layers", type=int, nargs="+", default=[1], help="of updates: depths; the model has 40")
@@ -22,10 +21,10 @@ def add_flags(add):
 if __name__ == "__main__":
     ARGS = read_flags(__doc__, add_flags, and_more=True)
 
-import collections, contextlib, itertools, math, platform, statistics, time, weakref
+import collections, contextlib, functools, itertools, math, platform, statistics, time, weakref
 from unittest import mock
 
-import grpo  # before torch, which reads when it is imported how threads are to wait
+import grpo
 import diffusers
 import torch
 import torch.nn.functional as F
@@ -35,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from examples import janus
 from examples.make import small_janus, tiny
+from examples.runs import load_model
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -371,7 +371,7 @@ def measure_janus(args):
         kernels = [f"{counts[phase]['kernels']:,}" for phase in ("sample", "update")]
         print_row(f"{billions} B", config.micro_batch_size, *cells, *kernels)
 
-# --- A report, and the benchmark ----------------------------------------------
+# --- The benchmark --------------------------------------------------------------
 def clock(function, *args, **kwargs):
     """-> what it returned, and seconds, GiB in tensors and GiB reserved."""
     if grpo.CUDA:
@@ -386,7 +386,7 @@ def clock(function, *args, **kwargs):
 
 def load(config):
     if config.model != "random":
-        return choose_wrapper(config).from_pretrained(config.model, config)
+        return load_model(choose_wrapper(config), config)
     if not grpo.CUDA:
         raise grpo.BadInput("--model random needs a GPU")
     pipe = make_real(grpo.DEVICE)
@@ -394,15 +394,15 @@ def load(config):
     return choose_wrapper(config)(pipe, config)
 
 def measure_step(trainer, prompts, group_size):
-    """One step -> what `clock` says of each phase, its rollout, its metrics."""
+    """One step -> what `clock` says of each phase, its rollout."""
     wrapper = trainer.wrapper
     seeds = range(len(prompts))
     rollout, sample = clock(wrapper.sample, prompts, group_size, seeds)
     images, decode = clock(wrapper.decode, prompts, rollout.tokens, seeds)
-    (rewards, _), score = clock(grpo.compute_rewards, images, rollout.prompts, trainer.rewards)
+    rewards, _ = grpo.compute_rewards(images, rollout.prompts, trainer.rewards)
     advantages = grpo.compute_advantages(rewards, group_size)
-    metrics, update = clock(trainer.train_step, rollout, advantages)
-    return dict(sample=sample, decode=decode, score=score, update=update), rollout, metrics
+    _, update = clock(trainer.train_step, rollout, advantages)
+    return dict(sample=sample, decode=decode, update=update), rollout
 
 def print_settings(config):
     """What is measured: printed before a model is loaded, which takes half a minute."""
@@ -415,42 +415,41 @@ def print_settings(config):
     names = "model width height batch_size group_size micro_batch_size decode_steps guidance"
     print(*[f"{name} {getattr(config, name)}" for name in names.split()], sep=", ", flush=True)
 
-def measure_report(args):
-    """What somebody with a GPU can paste into an issue: seconds, GiB, rounding, NaN."""
-    model = "random" if grpo.CUDA else grpo.TINY_MODEL
-    config = grpo.parse_args(
-        [f"--model={model}", "--micro-batch-size=1", "--decode-steps=5", *args.flags])
-    print_settings(config)
-    wrapper = load(config)
-    prompts = ["a red fox", "a blue door in a white wall, beside a yellow bicycle"]
-    trainer = grpo.GRPOTrainer(config, wrapper, prompts)
-    measure_step(trainer, prompts[:1], 2)  # it warms up
-    print_head("phase | seconds | GiB in tensors | GiB reserved")
-    phases, _, metrics = measure_step(trainer, prompts[:1] * config.batch_size, config.group_size)
-    for phase, (seconds, *gib) in phases.items():
-        print_row(phase, f"{seconds:.2f}", *(gib if grpo.CUDA else "--"))
+def draw_stock(wrapper, prompt):
+    """-> codes [1, 4 h w] for the DiT, as the stock pipeline draws them."""
+    wrapper.move_to_gpu(wrapper.ar)
+    wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
+    codes, *_ = wrapper.pipe.generate_prior_tokens(
+        str(prompt), wrapper.config.height, wrapper.config.width, device=grpo.DEVICE)
+    wrapper.policy.model.visual.to("cpu")  # or its 2 GiB would count as ours
+    return codes
+
+def score_stock(wrapper, one):
+    """A rollout of one sample -> what `generate` says of its tokens, made to draw them: log-probs
+    [1, T]; and codes for the DiT."""
+    T, V = one.allowed.shape[1:]
+    logits = []
+
+    def force(ids, scores):  # it draws one token more than an image has
+        logits.append(scores.cpu())
+        token = one.tokens[0, len(logits[:T]) - 1:][:1].to(scores.device)
+        return torch.full_like(scores, -math.inf).index_fill(1, token, 0)
+
     policy = wrapper.policy
-    print(f"\n{policy.dtype}, {len(policy.model.language_model.layers)} layers, offload "
-          f"{wrapper.offload}: sampler_gap {metrics['sampler_gap']:.3g}, entropy "
-          f"{metrics['entropy']:.3g}, grad_norm {metrics['grad_norm']:.3g}", flush=True)
-    # A micro-batch of two prompts, where the padding of the shorter has no key to attend to.
-    rollout = wrapper.sample(prompts, 1, [0, 1])
-    trainer.config.micro_batch_size = 2
-    metrics = trainer.train_step(rollout, torch.tensor([1.0, -1.0]))
-    finite = math.isfinite(sum(metrics.values()) + rollout.logprobs.sum())
-    print(f"prompts of different length: {'all finite' if finite else 'NaN'}, "
-          f"sampler_gap {metrics['sampler_gap']:.3g}, grad_norm {metrics['grad_norm']:.3g}")
+    raw = dict(temperature=1.0, top_k=0, top_p=1.0, logits_processor=[force])
+    with mock.patch.object(policy, "generate", functools.partial(policy.generate, **raw)):
+        codes = draw_stock(wrapper, one.prompts[0])
+    temperature = wrapper.config.temperature or policy.generation_config.temperature or 1.0
+    logits = torch.stack(logits[:T], 1)[..., :V].float() / temperature
+    logprobs = grpo.compute_policy_logprobs(logits, one.allowed)
+    return logprobs.gather(2, one.tokens[..., None]).squeeze(2), codes
 
 def measure_stock(wrapper, rollout):
     """Seconds of one image the usual way: the pipeline samples and decodes it, a pass scores it."""
     one = rollout.part(slice(1))
-    wrapper.move_to_gpu(wrapper.ar)
-    wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
     others = range(one.allowed.shape[2], wrapper.policy.lm_head.out_features)
     wrapper.policy.generation_config.suppress_tokens = [*others]
-    _, sample = clock(wrapper.pipe.generate_prior_tokens, one.prompts[0], wrapper.config.height,
-                      wrapper.config.width, device=grpo.DEVICE)
-    wrapper.policy.model.visual.to("cpu")  # or its 2 GiB would count as ours
+    _, sample = clock(draw_stock, wrapper, one.prompts[0])
     _, decode = clock(wrapper.decode, one.prompts, one.tokens, [0])
     _, score = clock(torch.no_grad()(wrapper.compute_logprobs), one)
     return sample[0] + decode[0] + score[0]
@@ -465,7 +464,7 @@ def measure_bench(args):
     trainer = grpo.GRPOTrainer(config, wrapper, prompts)
     print_head("group | stock rollout | sample | decode | update | stock / ours")
     for group_size in args.groups:
-        _, rollout, _ = measure_step(trainer, prompts, group_size)  # warm-up
+        _, rollout = measure_step(trainer, prompts, group_size)  # warm-up
         turns = [(measure_step(trainer, prompts, group_size)[0], measure_stock(wrapper, rollout))
                  for _ in range(args.repeats)]
         steps, stocks = zip(*turns)

@@ -17,7 +17,7 @@ machine or, where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set, there. Both may
 the training, and stopped and started again; a copy of a run's folder goes on with the run of the
 service unless wandb.json or trackio.json is deleted in it.
 """
-import importlib, json, math, secrets, time
+import importlib, json, math, os, re, secrets, time
 from pathlib import Path
 from statistics import mean, variance
 
@@ -57,26 +57,45 @@ def read_samples(run):
     """The pictures that a run has saved, of at most 8 prompts -> {step: PIL images}."""
     count = min(8, len(read_words(run)))
     samples = {}
-    for path in sorted(Path(run).glob("samples_*.png")):
-        sheet = Image.open(path)  # pictures of one size, side by side
-        width = sheet.width // count
-        samples[int(path.stem.removeprefix("samples_"))] = [
-            sheet.crop((i * width, 0, (i + 1) * width, sheet.height)) for i in range(count)]
+    for path in Path(run).glob("samples_*.png"):
+        if re.fullmatch(r"samples_\d+", path.stem):  # and no copy
+            sheet = Image.open(path)  # pictures of one size, side by side
+            width = sheet.width // count
+            samples[int(path.stem.removeprefix("samples_"))] = [
+                sheet.crop((i * width, 0, (i + 1) * width, sheet.height)) for i in range(count)]
     return dict(sorted(samples.items()))
 
 # --- Alarms -------------------------------------------------------------------
 WINDOW = 10  # steps: one alone says little, as each has other prompts
 
 def read_weights(reward):
-    """"mine.py:sharp,color=0", or "bright()=1" of a notebook -> {name: weight}."""
-    parts = [part.rpartition(":")[2].replace("()", "").partition("=") for part in reward.split(",")]
-    return {name: float(weight or 1) for name, _, weight in parts}
+    """"/my/own.py:sharp,color=0", or "bright()=1" of a notebook -> {name: weight}. Paths, and names
+    of a notebook, may have , and = in them."""
+    part = r"(.+?)\(\)=([^,]*)" if "()=" in reward else r"(?:/.*?:)?(\w+)(?:=([^,]*))?"
+    return {name: float(weight or 1) for name, weight in re.findall(part + r"(?:,|$)", reward)}
 
 def find_alarms(rows, settings):
     """Rows of the log, config.json -> a text for each alarm, at the first step where it holds."""
     witnesses = [name for name, weight in read_weights(settings["reward"]).items() if weight == 0]
-    return [alarm for alarm in [find_equal(rows), *[find_fall(rows, name) for name in witnesses]]
-            if alarm]
+    alarms = [find_skipped(rows), find_equal(rows), *[find_fall(rows, name) for name in witnesses]]
+    return [alarm for alarm in alarms if alarm]
+
+def print_alarms(run, known=()):
+    """Prints the alarms that are not known yet -> all."""
+    alarms = find_alarms(read_rows(run), read_settings(run))
+    for text in alarms:
+        if text not in known:
+            print(f"{run}  alarm at {text}", flush=True)
+    return alarms
+
+def find_skipped(rows):
+    in_a_row = 0
+    for row in rows:
+        in_a_row = 0 if math.isfinite(row.get("grad_norm", 0)) else in_a_row + 1
+        if in_a_row == 3:
+            return (f"step {row['step']}: the last three updates were left out, because their "
+                    "gradient is not finite: nothing is learned. `python -m examples.check` with "
+                    "the run's flags tells where the model begins to differ.")
 
 def find_fall(rows, name):
     """A reward that is not trained on falls where the trained one is hacked. Four standard errors,
@@ -131,13 +150,17 @@ def read_held_out(run, metric):
 
 def draw_curves(runs, metric, path):
     """Curves of a metric by step; {run: rows}."""
+    os.environ.pop("MPLBACKEND", None)  # a notebook's, which its commands inherit
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
         fail(f"{path} is not drawn: first run `pip install matplotlib`")
     figure = Figure(figsize=(8, 3 + 0.2 * len(runs)), layout="constrained")
     axes = figure.subplots()
+    if len(runs) > 10:  # as many as there are colors by default
+        axes.set_prop_cycle(color=colormaps["turbo"].resampled(len(runs))(range(len(runs))))
     for run, rows in runs.items():
         points = [(row["step"], row[metric]) for row in rows if metric in row]
         if not points:
@@ -220,7 +243,9 @@ def follow(run, service, project):
         where |= dict(id=state["id"], dir=run, entity=entity or None)
         options["commit"] = True  # or it would keep a row until the next one
     client = module.init(config=read_settings(run), resume="allow", **where)
+    alarms = []
     while state["step"] < read_settings(run)["steps"]:
+        alarms = print_alarms(run, alarms)
         for row in list_complete(run):
             if row["step"] > state["step"]:
                 metrics = {name: value for name, value in row.items() if name != "step"}
@@ -254,8 +279,7 @@ def plot(args):
         print(f"{run}  --reward {settings['reward']}")
         if rows:
             print_ends(run, rows)
-        for text in find_alarms(rows, settings):
-            print(f"{run}  alarm at {text}")
+        print_alarms(run)
     if args.before_after or args.film:
         return draw_pictures(args, args.runs[0])
     if not all(runs.values()):

@@ -1,5 +1,5 @@
-"""Ready-made rewards: sharpness, even, ocr, clip, pickscore, aesthetic, jpeg, ssim and lpips. Use
-them in place, or change a copy; docs/rewards.md says what each of them needs.
+"""Ready-made rewards: sharpness, even, ocr, clip, pickscore, aesthetic, jpeg, mse, ssim and lpips.
+Use them in place, or change a copy; docs/rewards.md says what each of them needs.
 
     python grpo.py --steps 5 --reward examples/rewards.py:sharpness=5,color=1
     python grpo.py --reward examples/rewards.py:ocr --prompts words.txt
@@ -8,7 +8,7 @@ judge.py has more, which ask a vision-language model: judge, kept, yes and compa
 """
 import difflib, functools, importlib, io, itertools, os, re, unicodedata, warnings
 
-from grpo import BadInput, DEVICE, attempt, find_color, pil_to_tensor
+from grpo import BadInput, DEVICE, Prompt, attempt, find_color, pil_to_tensor
 import diffusers
 import huggingface_hub
 import numpy as np
@@ -28,6 +28,14 @@ def need(module, packages):
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise BadInput(f"this reward needs pip install {packages}: {error}") from None
+
+def find_groups(prompts, targets):
+    """-> a list of indices for each group, which has its own Prompt. Of texts that are given by
+    hand, equal neighbours with equal targets are a group."""
+    def key(i):
+        return id(prompts[i]) if isinstance(prompts[i], Prompt) else (prompts[i], targets[i])
+
+    return [[*group] for _, group in itertools.groupby(range(len(prompts)), key)]
 
 def sharpness(images, prompts, targets):
     """How much neighbouring pixels differ."""
@@ -133,6 +141,11 @@ def fit_targets(images, targets):
     if None in targets:
         raise BadInput("this reward needs a target for every prompt")
     return [target.resize(image.size, Image.BICUBIC) for image, target in zip(images, targets)]
+
+def mse(images, prompts, targets):
+    """Minus the mean squared error to its target, of pixels in 0..1."""
+    targets = fit_targets(images, targets)
+    return -(pil_to_tensor(images) - pil_to_tensor(targets)).square().mean(dim=(1, 2, 3))
 
 def ssim(images, prompts, targets):
     """Structural similarity to its target (Wang 2004), with Gaussian windows of 11 x 11; 1 if they

@@ -3,6 +3,7 @@ adapters; those that draw from it or measure it take all of that from here."""
 import json, re, typing
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 import grpo
@@ -48,9 +49,19 @@ def read_adapter_config(adapter):
 def name_model(adapter, model=None, wrapper=None, **_):
     """-> flags for an adapter that lies in no run: it knows its model, but no wrapper."""
     saved = read_adapter_config(adapter)
+    base = saved["base_model_name_or_path"]
+    told = f"{adapter}: is of another model than GLM-Image; type --wrapper"
     if wrapper is None and saved["target_modules"] != grpo.GLMImageWrapper.lora_layers:
-        raise grpo.BadInput(f"{adapter}: is of another model than GLM-Image; type --wrapper")
-    return [] if model else [f"--model={saved['base_model_name_or_path']}"]
+        raise grpo.BadInput(f"{told}; that of a DiT is examples/flow.py:DiT")
+    if wrapper is None and Path(base, "adapter_config.json").exists():
+        raise grpo.BadInput(f"{told} examples/flow.py:AR, as it was trained over {base}")
+    return [] if model else [f"--model={base}"]
+
+def load_model(Wrapper, config):
+    """-> a wrapper, with the threads that grpo.py takes."""
+    if config.model == grpo.TINY_MODEL:
+        torch.set_num_threads(1)
+    return Wrapper.from_pretrained(config.model, config)
 
 def load_adapter(wrapper, adapter):
     """-> the LoRA that has its weights."""

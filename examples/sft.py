@@ -35,8 +35,6 @@ def read_captions(folder):
             file = path.with_suffix(".txt")
             text = grpo.attempt(f"{path} needs a caption", file.read_text, "utf-8-sig")
             captions.append(grpo.Prompt(text, path))
-            if captions[-1][:1] in ("", "#"):  # prompts.txt would lose this line
-                raise grpo.BadInput(f"{file}: must not be empty, or begin with #")
     if len(captions) < 2:  # at least one is held out
         raise grpo.BadInput(f"{folder}: must have two pictures or more, .png, .jpg or .webp")
     return captions

@@ -2,7 +2,7 @@
 compares the word in the prompt with what a real OCR network reads in the image.
 
     pip install rapidocr onnxruntime
-    python -m examples.make.letters    # two minutes
+    python -m examples.make.letters    # two to six minutes
     python grpo.py --model runs/letters --out runs/spelling
     python -m examples.evaluate runs/spelling --steps 0 60 --prompts runs/letters/held_out.txt
 
@@ -26,6 +26,8 @@ from PIL import Image, ImageDraw, ImageFont
 import grpo
 from examples.make import tiny
 from examples.rewards import load_reader, match_letters
+
+torch.set_num_threads(1)  # more gain little on a model this small, and wait where the CPU is busy
 
 # The codes. The first is for the draft only: prompts and codes share their embeddings, so a policy
 # that looks for an A would otherwise find it 245 times in the draft. The last code is a blank.

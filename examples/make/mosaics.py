@@ -3,7 +3,7 @@ names. The tiny GLM-Image draws such mosaics with half of the squares right.
 
     python -m examples.make.mosaics
     python -m examples.sft runs/mosaics/pictures --model runs/mosaics/model
-    python grpo.py --reward mse --prompts runs/mosaics/targets.txt
+    python grpo.py --reward examples/rewards.py:mse --prompts runs/mosaics/targets.txt
 
 `pictures` has one for each prompt of prompts.txt, and `model` is the tiny GLM-Image with a vision
 tower that sees its eight colors. Targets are white above and colored below.

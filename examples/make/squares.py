@@ -27,6 +27,8 @@ import grpo
 from examples.edit import EditWrapper
 from examples.make import tiny
 
+torch.set_num_threads(1)  # as in letters.py
+
 SIDE = 3  # squares in a row and in a column
 NAMES = list(grpo.COLORS)  # code k is the color NAMES[k]
 PALETTE = torch.stack(list(grpo.COLORS.values()))  # [V, 3], in 0..1
