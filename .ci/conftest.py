@@ -40,7 +40,10 @@ def run(monkeypatch, capsys, tmp_path):
             code = 1
         return code, *capsys.readouterr()
 
-    return execute
+    yield execute
+    for name, module in [*sys.modules.items()]:  # another test has other files of these names
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 @pytest.fixture
 def refuse(run, monkeypatch):

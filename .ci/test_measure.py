@@ -4,7 +4,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import pytest, torch, transformers
+import pytest, scipy.stats, torch, transformers
 
 import grpo
 from conftest import ROOT, table
@@ -47,14 +47,66 @@ def test_memory_of_janus(monkeypatch, capsys):
     gib = [float(row[4]) for row in table(capsys.readouterr().out, "| weights |")]
     assert gib == sorted(gib) and 0.5 < gib[0] < gib[-1] < 2 and len(gib) == 4
 
-def test_report_and_bench(small_draft, run, monkeypatch, capsys):
-    """Sampler and trainer agree, padding gives no NaN; each image of a stock rollout takes its own seconds."""
-    out = run("measure", f"report {SMALL}")[1]
-    gaps = re.findall(r"sampler_gap (\S+),", out)
-    assert len(gaps) == 2 and all(float(gap) < 1e-4 for gap in gaps) and "length: all finite" in out
+PAINTER = """
+import random, torch
+from PIL import Image
+from examples.toy import Toy
+class Painter(Toy):
+    def decode(self, prompts, tokens, seeds):
+        luck = [random.Random(seed).randrange(256) for seed in seeds for _ in range(len(tokens) // len(prompts))]
+        return [Image.new("RGB", (8, 8), (17 * int(row.sum()) % 256, noise, 0)) for row, noise in zip(tokens, luck)]
+def see(i): return lambda images, *_: [image.getpixel((0, 0))[i] for image in images]
+tokens, noise = see(0), see(1)
+def both(images, *_): return [sum(image.getpixel((0, 0))) for image in images]
+def product(images, *_): return [a * b - 127 * (a + b) for a, b, _ in [image.getpixel((0, 0)) for image in images]]
+def moody(images, *_): return torch.rand(len(images))
+"""
+
+@pytest.mark.parametrize("reward, shares, verdict", [
+    ("tokens", (1, 0, 0), "train the AR half"), ("noise", (0, 1, 0), "train the DiT"), ("both", (0.5, 0.5, 0), None),
+    ("product", (0, 0, 1), "train neither"), ("moody", (0, 0, 1), "train neither")])
+def test_which_half_decides_a_reward(run, reward, shares, verdict):
+    """Of rewards that are made of tokens, of noise, of both, and of luck of their own."""
+    Path("own.py").write_text(PAINTER)
+    _, out, error = run("measure", f"halves --wrapper own.py:Painter --reward own.py:{reward}")
+    found = [[*map(float, row)] for row in re.findall(r"(?m)^\w+ +(\S+) +95 % interval (\S+) \.\. (\S+)$", out)]
+    most = 0.01 if reward in ("tokens", "noise") else 0.35
+    assert all(abs(share - want) < most for (share, *_), want in zip(found, shares, strict=True)), out + error
+    assert all(low <= share <= high for share, low, high in found) and (verdict is None or f"\n{verdict}" in out)
+    assert (float(re.search(r"one picture (\S+)", out)[1]) > 0.1) == (reward == "moody")
+
+def test_shares_are_unbiased():
+    """Variances of 2, 3 and 4, and prompts of any mean; the interval of few prompts has the share."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape)
+    scores = (9 * draw(6000, 1, 1) + 2**0.5 * draw(6000, 5, 1) + 3**0.5 * draw(6000, 1, 7) + 2 * draw(6000, 5, 7))
+    parts = measure.split_variance(scores)
+    assert parts.mean(0) == pytest.approx([2, 3, 4], rel=0.05)
+    ends = [measure.resample(some)[0, 1:] for some in parts.reshape(300, 20, 3)]
+    assert 0.85 < np.mean([low < 2 / 9 < high for low, high in ends]) < 0.99
+
+def test_ranks_of_two_painters(run, small_draft):
+    """Spearman's correlation, also of equal scores, is scipy's. On the tiny model both rank alike; turned upside down,
+    the opposite; groups of equal rewards are left out."""
+    rng = np.random.default_rng(0)
+    for a, b in ((rng.normal(size=30), rng.normal(size=30)), rng.integers(0, 4, (2, 30))):
+        assert np.corrcoef(measure.rank(a), measure.rank(b))[0, 1] == pytest.approx(scipy.stats.spearmanr(a, b)[0])
+    flags = f"painting {SMALL} --temperature 12 --top-p 1 --decode-steps 10 --guidance 1"
+    out = run("measure", f"{flags} --wrapper {ROOT}/examples/fast.py:Fast")[1]
+    assert "--decode-steps 50: " in out and float(re.search(r"(\S+) in the mean of \d groups", out)[1]) > 0.9, out
+    Path("dark.py").write_text("from grpo import GLMImageWrapper as W\nfrom PIL import ImageOps\nclass Dark(W):\n"
+                               "    def decode(self, *args): return [*map(ImageOps.invert, W.decode(self, *args))]\n"
+                               "def red(images, *_): return [i.getpixel((9, 9))[0] // 99 for i in images]\n")
+    out = run("measure", f"{flags} --model {grpo.TINY_MODEL} --wrapper dark.py:Dark --reward dark.py:red")[1]
+    assert float(re.search(r"(\S+) in the mean of \d groups", out)[1]) < -0.9, out
+
+def test_bench(small_draft, monkeypatch, capsys):
+    """Each image of a stock rollout takes its own seconds."""
     monkeypatch.setattr(measure, "clock", lambda function, *args, **kwargs: (function(*args, **kwargs), (2.0, 0, 0)))
     measure.measure(types.SimpleNamespace(command="bench", flags=SMALL.split(), groups=[3], repeats=2))
     assert table(capsys.readouterr().out, "| group |") == ["3 18.000 2.000 2.000 2.000 4.5".split()]
+
+def test_random_weights_need_a_gpu(run):
     assert run("measure", "bench --model random")[2] == "measure.py: error: --model random needs a GPU\n"
 
 def test_one_rounding_follows_the_true_change_and_two_do_not(monkeypatch, capsys):

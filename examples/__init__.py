@@ -3,9 +3,9 @@ import argparse, os, sys
 from pathlib import Path
 
 def read_flags(doc, add_flags, and_more=False, may_be_bare=False):
-    """-> what was typed; if that is nothing, help is shown, unless it `may_be_bare`. A program calls
-    this before its imports, which take seconds; `add_flags` gets argparse's `add_argument`, and
-    `doc` stands above the flags. With `and_more`, other flags are those of grpo.py: a list, `flags`."""
+    """-> what was typed. If that is nothing, help is shown, unless it `may_be_bare`. A program
+    calls this before its imports, which take seconds; `add_flags` gets argparse's `add_argument`,
+    and `doc` stands above the flags. With `and_more`, others are grpo.py's: a list, `flags`."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_flags(parser.add_argument)

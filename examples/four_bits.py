@@ -9,7 +9,7 @@ import re
 import torch
 
 import grpo
-from examples import janus
+from examples import fast, janus
 
 try:
     import bitsandbytes  # it gives torch both operations
@@ -59,6 +59,9 @@ class GLMImage4Bit(grpo.GLMImageWrapper):
         quantize(pipe.vision_language_encoder, self.lora_layers)
         quantize(pipe.transformer, self.dit_layers)
         super().__init__(pipe, config)
+
+class FastGLMImage4Bit(fast.Fast, GLMImage4Bit):
+    fp8 = False  # it has layers of its own
 
 class Janus4Bit(janus.Janus):
     def __init__(self, processor, policy, config):

@@ -1,5 +1,7 @@
 """Measures grpo.py: on your machine, or on a GPU that is only imagined.
 
+    python -m examples.measure halves     # which half decides the reward, and is to be trained?
+    python -m examples.measure painting --wrapper examples/fast.py:Fast  # does a reward rank alike?
     python -m examples.measure bench --model random --width 512 --height 512 --offload on
     python -m examples.measure memory     # GiB and kernels of a GPU, counted without one
     python -m examples.measure janus      # the same for janus.py
@@ -7,12 +9,13 @@
 
 All take the flags of grpo.py, too. On the imagined GPU models have their real sizes. `--model
 random` has GLM-Image's, and random weights, so that nothing is downloaded; it needs a GPU. Without
-one, `bench` measures the tiny GLM-Image in seconds.
+one, `halves`, `painting` and `bench` measure the tiny GLM-Image in seconds.
 """
 from examples import read_flags, start
 
 def add_flags(add):
-    add("command", choices=["bench", "memory", "janus", "updates"], help="see above")
+    names = "halves painting bench memory janus updates".split()
+    add("command", choices=names, help="see above")
     add("--groups", type=int, nargs="+", default=[1, 4, 8, 16], help="of bench: group sizes")
     add("--repeats", type=int, default=3, help="of bench; default: %(default)s")
     add("--layers", type=int, nargs="+", default=[1], help="of updates: depths; the model has 40")
@@ -21,11 +24,13 @@ def add_flags(add):
 if __name__ == "__main__":
     ARGS = read_flags(__doc__, add_flags, and_more=True)
 
-import collections, contextlib, functools, itertools, math, platform, statistics, time, weakref
+import collections, contextlib, dataclasses, functools, itertools, math, platform, statistics, time
+import weakref
 from unittest import mock
 
 import grpo
 import diffusers
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -473,6 +478,85 @@ def measure_bench(args):
                                   for phase in PHASES]
         cells = [f"{x:.3f}" for x in (stock, sample, decode, update)]
         print_row(group_size, *cells, stock / (sample + decode))
+
+# --- What decides a reward --------------------------------------------------------
+def split_variance(scores):
+    """scores [P, G, S], of G draws of tokens painted from S starting noises -> [P, 3], unbiased:
+    the variance within a prompt that is due to the tokens, to the noise, and to both together,
+    with what the reward has of its own. A two-way analysis of variance without replication."""
+    G, S = scores.shape[1:]
+    tokens, noise = scores.mean(2, keepdims=True), scores.mean(1, keepdims=True)
+    mean = scores.mean((1, 2), keepdims=True)
+    both = ((scores - tokens - noise + mean) ** 2).sum((1, 2)) / ((G - 1) * (S - 1))
+    tokens = ((tokens - mean) ** 2).sum((1, 2)) / (G - 1)  # expected: its own + both / S
+    noise = ((noise - mean) ** 2).sum((1, 2)) / (S - 1)
+    return np.stack([tokens - both / S, noise - both / G, both], 1)
+
+def resample(parts, draws=4000):
+    """[P, 3] -> shares of the three, and the ends of their 95 % intervals by a bootstrap of the
+    prompts [3, 3]."""
+    rows = np.random.default_rng(0).integers(len(parts), size=(draws, len(parts)))
+    sums = np.stack([parts.sum(0), *parts[rows].sum(1)])
+    shares = sums / np.maximum(sums.sum(1, keepdims=True), 1e-300)
+    return np.stack([shares[0], *np.quantile(shares[1:], [0.025, 0.975], axis=0)], 1)
+
+VERDICTS = ["train the AR half: python grpo.py", "train the DiT: --wrapper examples/flow.py:DiT",
+            "train neither yet: only both together decide, or the reward has noise of its own"]
+
+def measure_halves(args, G=4, S=4):
+    """8 prompts x 4 draws of tokens x 4 starting noises of the DiT, with flags of grpo.py."""
+    config = grpo.parse_args(args.flags)
+    rewards = grpo.load_rewards(config.reward)
+    prompts = grpo.load_prompts(config.prompts)[:8]
+    wrapper = load(config)
+    rollout = wrapper.sample(prompts, G, range(len(prompts)))
+    scores, own = [], []
+    for s in range(1, S + 1):
+        seeds = [1000 * s + i for i in range(len(prompts))]
+        images = wrapper.decode(prompts, rollout.tokens, seeds)
+        twice = [grpo.compute_rewards(images, rollout.prompts, rewards)[0] for _ in range(2)]
+        scores.append(twice[0].view(-1, G).numpy())
+        own.append((twice[0] - twice[1]).square().mean().item() / 2)
+    parts = split_variance(np.stack(scores, 2))
+    shares = resample(parts)
+    for name, (share, low, high) in zip(["tokens", "noise", "both"], shares):
+        print(f"{name:6} {share:6.2f}   95 % interval {low:.2f} .. {high:.2f}")
+    print(f"std within a prompt {max(parts.mean(0).sum(), 0) ** 0.5:.3g}; between two calls of the "
+          f"reward for one picture {np.mean(own) ** 0.5:.3g}")
+    best = shares[:, 0].argmax()
+    print(VERDICTS[best])
+    if shares[best, 1] < np.delete(shares[:, 2], best).max():
+        print("but the intervals overlap: take more prompts, or train both halves in turn")
+
+def rank(scores):
+    """[n] -> from 0; equal ones share the mean of their places."""
+    return (scores[:, None] > scores).sum(1) + ((scores[:, None] == scores).sum(1) - 1) / 2
+
+def measure_painting(args, G=8):
+    """8 prompts x 8 images from the same tokens: by the stock pipeline with 50 steps, and by the
+    wrapper. Within each group, Spearman's correlation of the rewards."""
+    config = grpo.parse_args(args.flags)
+    rewards = grpo.load_rewards(config.reward)
+    prompts = grpo.load_prompts(config.prompts)[:8]
+    seeds = range(len(prompts))
+    rows, pixels = [], []
+    for own in (dataclasses.replace(config, wrapper=None, decode_steps=50), config):
+        wrapper = None  # frees the memory of the first
+        wrapper = load(own)
+        if own is not config:
+            rollout = wrapper.sample(prompts, G, seeds)
+        images, (seconds, *_) = clock(wrapper.decode, prompts, rollout.tokens, seeds)
+        scores, _ = grpo.compute_rewards(images, rollout.prompts, rewards)
+        rows.append(scores.view(-1, G).numpy())
+        pixels.append(255 * grpo.pil_to_tensor(images))
+        print(f"--wrapper {own.wrapper} --decode-steps {own.decode_steps}: {seconds:.3g} s for "
+              f"{len(images)} images, reward {scores.mean():.4g}", flush=True)
+    pairs = [(rank(a), rank(b)) for a, b in zip(*rows) if np.ptp(a) and np.ptp(b)]
+    spearman = [np.corrcoef(*pair)[0, 1] for pair in pairs]
+    print(f"mean |difference| {(pixels[0] - pixels[1]).abs().mean():.2f} levels of 255")
+    print("Spearman", *[f"{value:.2f}" for value in spearman])
+    print(f"{np.mean(spearman or np.nan):.3f} in the mean of {len(spearman)} groups whose rewards "
+          "differ; above 0.9, train with the wrapper")
 
 # --- What bf16 loses of a first update ------------------------------------------
 # Adam's first step moves every weight by the learning rate, whatever its gradient is: B becomes
