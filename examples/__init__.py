@@ -18,6 +18,16 @@ def read_flags(doc, add_flags, and_more=False, may_be_bare=False):
         parser.error(f"unknown: {' '.join(args.flags)}")
     return args
 
+DRAWING = dict(width=int, height=int, decode_steps=int, guidance=float)
+
+def add_drawing_flags(add):
+    """Of what may be drawn otherwise than in training."""
+    for name, kind in DRAWING.items():
+        add(f"--{name.replace('_', '-')}", type=kind, help="default: as in the run")
+
+def get_drawing_flags(args):
+    return {name: getattr(args, name) for name in DRAWING if getattr(args, name) is not None}
+
 def read_folder(doc, default):
     """-> where a maker of models writes, a folder that is not there yet: its only flag."""
     parser = argparse.ArgumentParser(

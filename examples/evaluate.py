@@ -4,18 +4,18 @@ how much the samples of a prompt still differ. They may be of one run or of seve
     python -m examples.evaluate runs/mine --steps 0 20 --reward color,mine.py:bright
     python -m examples.evaluate runs/a runs/b runs/c/adapter_00010 --prompts mine.txt
     python -m examples.evaluate runs/mine --samples 32
+    python -m examples.evaluate runs/mine --stock --width 1024 --height 1024 --decode-steps 50
     python -m examples.evaluate runs/mine --follow --every 50
 
-All adapters use the same seeds and the settings of the first run, such as temperature and size, so
-that only weights make a difference. The first adapter is what the others are compared with. --out
-gets evaluation.json, with every score, and film.png, a grid of pictures. The best of k, up to half
-of --samples, tells whether training gave more than to draw many pictures and keep the best. With
---follow, evaluation.jsonl in the run's folder gets a line for each adapter that training saves.
+All adapters use the same seeds and the settings of the first run, so that only weights make a
+difference, and are compared with the first one. --out gets evaluation.json, with every score, and
+film.png. The best of k tells whether training gave more than to draw many pictures and keep the
+best. With --follow, evaluation.jsonl in the run's folder gets a line for each new adapter.
 """
 import itertools, json, math, time, zlib
 from pathlib import Path
 
-from examples import read_flags, start
+from examples import add_drawing_flags, get_drawing_flags, read_flags, start
 
 def add_flags(add):
     add("runs", nargs="+", metavar="run", help="folder of a run, or of an adapter")
@@ -28,6 +28,8 @@ def add_flags(add):
     add("--reward", help="as for grpo.py; default: that of the first run")
     add("--samples", type=int, default=4, help="of each prompt, 2 or more; default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the samples; default: %(default)s")
+    add("--stock", action="store_true", help="draw with the stock pipeline and peft")
+    add_drawing_flags(add)
     add("--out", type=Path, help="folder for the files; default: that of the first run, or here")
     add("--follow", action="store_true", help="evaluate a run's adapters as training saves them")
     add("--every", type=int, default=1, metavar="STEPS", help="with --follow: only adapters of "
@@ -45,7 +47,7 @@ from PIL import ImageChops
 import grpo
 from examples import plot
 from examples.pictures import save_film
-from examples.runs import draw, find_adapters, load_adapter, load_model, open_run
+from examples.runs import Stock, draw, find_adapters, load_adapter, load_model, open_run
 
 HELD_OUT = Path(__file__).with_name("make") / "held_out.txt"
 
@@ -121,7 +123,7 @@ def choose_adapters(args):
     """-> {label: (run, folder)}: all adapters of one run, the last of several, or --steps."""
     chosen = {}
     for path in args.runs:
-        run = open_run(path, model=args.model, wrapper=args.wrapper)
+        run = open_run(path, model=args.model, wrapper=args.wrapper, **get_drawing_flags(args))
         if None in run.adapters:  # the path is an adapter's
             chosen[path] = run, run.adapters[None]
             continue
@@ -153,7 +155,7 @@ def evaluate(chosen, prompts, rewards, args):
         if (run.Wrapper, run.config.model) != loaded:
             wrapper = None  # frees the memory of the last one
             config = dataclasses.replace(run.config, **settings)
-            wrapper = load_model(run.Wrapper, config)
+            wrapper = load_model(Stock if args.stock else run.Wrapper, config)
             loaded = run.Wrapper, run.config.model
         load_adapter(wrapper, folder)
         yield measure_adapter(wrapper, prompts, rewards, args)
@@ -188,10 +190,10 @@ def print_best(labels, results, name):
             cells.append(f"{f'{np.mean(best):.3f} ± {(high - low) / 2:.3f}':>16}")
         print(f"  {label:{width}}" + "".join(cells))
 
-def save_files(folder, labels, prompts, rewards, results, pictures):
+def save_files(folder, labels, prompts, rewards, results, pictures, drawing):
     """evaluation.json has every score; film.png the first 8 prompts, and each adapter's pictures
     with their scores. They take the place of those of the last time."""
-    scores = dict(adapters=labels, prompts=prompts, results=results)
+    scores = dict(adapters=labels, prompts=prompts, results=results, drawing=drawing)
     grpo.write_file(folder / "evaluation.json", json.dumps(scores).encode())
     rows = [[f"below: {', '.join(rewards)}", *prompts]]
     targets = [prompt.target for prompt in prompts[:8]]
@@ -212,7 +214,7 @@ def describe(args, run, prompts, rewards):
     paths += [prompt.target for prompt in prompts]
     contents = [Path(path).read_bytes() for path in paths if path]
     return {name: getattr(run.config, name) for name in PICTURE} | dict(
-        samples=args.samples, seed=args.seed,
+        stock=args.stock, samples=args.samples, seed=args.seed,
         reward={name: weight for name, (_, weight) in rewards.items()},
         files=zlib.crc32(b"".join([repr([*prompts]).encode(), *contents])))
 
@@ -232,7 +234,7 @@ def follow(args):
     print(f"waiting for {folder} and its adapters; Ctrl-C ends this", flush=True)
     while not (folder / "config.json").exists():
         time.sleep(SECONDS)
-    run = open_run(folder, model=args.model, wrapper=args.wrapper)
+    run = open_run(folder, model=args.model, wrapper=args.wrapper, **get_drawing_flags(args))
     prompts, rewards = load_inputs(args, run)
     settings = describe(args, run, prompts, rewards)
     path = folder / "evaluation.jsonl"
@@ -247,7 +249,7 @@ def follow(args):
         return {step: adapter for step, adapter in find_adapters(folder).items()
                 if step not in done and (step % args.every == 0 or step == last)}
 
-    wrapper = load_model(run.Wrapper, run.config)
+    wrapper = load_model(Stock if args.stock else run.Wrapper, run.config)
     alarms = []
     while last not in done:
         time.sleep(0 if find_new() else SECONDS)
@@ -277,10 +279,14 @@ def compare(args):
     first, *_ = runs = [*{run.path: run for run, _ in chosen.values()}.values()]
     prompts, rewards = load_inputs(args, first)
     print_differences(runs)
+    drawing = {name: getattr(first.config, name) for name in PICTURE} | dict(stock=args.stock)
+    for name, value in get_drawing_flags(args).items() if first.folder else ():
+        trained = json.loads((first.folder / "config.json").read_bytes())[name]
+        print(f"--{name.replace('_', '-')} {value}, where the run has {trained}")
     results, pictures = zip(*evaluate([*chosen.values()], prompts, rewards, args))
     folder = args.out or first.folder or Path()
     folder.mkdir(parents=True, exist_ok=True)
-    save_files(folder, [*chosen], prompts, rewards, results, pictures)
+    save_files(folder, [*chosen], prompts, rewards, results, pictures, drawing)
     print(f"--prompts {args.prompts or HELD_OUT} --reward {args.reward or first.config.reward}")
     weights = {name: weight for name, (_, weight) in rewards.items() if weight}
     total = [] if [*weights.values()] == [1] else ["reward"]  # or it would be one of the others

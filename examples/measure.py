@@ -2,30 +2,25 @@
 
     python -m examples.measure halves     # which half decides the reward, and is to be trained?
     python -m examples.measure painting --wrapper examples/fast.py:Fast  # does a reward rank alike?
-    python -m examples.measure bench --model random --width 512 --height 512 --offload on
     python -m examples.measure memory     # GiB and kernels of a GPU, counted without one
-    python -m examples.measure janus      # the same for janus.py
     python -m examples.measure updates    # how much of a first update is lost in bf16
 
 All take the flags of grpo.py, too. On the imagined GPU models have their real sizes. `--model
 random` has GLM-Image's, and random weights, so that nothing is downloaded; it needs a GPU. Without
-one, `halves`, `painting` and `bench` measure the tiny GLM-Image in seconds.
+one, `halves` and `painting` measure the tiny GLM-Image in seconds.
 """
 from examples import read_flags, start
 
 def add_flags(add):
-    names = "halves painting bench memory janus updates".split()
+    names = "halves painting memory updates".split()
     add("command", choices=names, help="see above")
-    add("--groups", type=int, nargs="+", default=[1, 4, 8, 16], help="of bench: group sizes")
-    add("--repeats", type=int, default=3, help="of bench; default: %(default)s")
     add("--layers", type=int, nargs="+", default=[1], help="of updates: depths; the model has 40")
     add("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 5e-5, 2e-4], help="of updates: lr")
 
 if __name__ == "__main__":
     ARGS = read_flags(__doc__, add_flags, and_more=True)
 
-import collections, contextlib, dataclasses, functools, itertools, math, platform, statistics, time
-import weakref
+import collections, contextlib, dataclasses, functools, math, platform, time, weakref
 from unittest import mock
 
 import grpo
@@ -37,8 +32,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from examples import janus
-from examples.make import small_janus, tiny
+from examples.make import tiny
 from examples.runs import load_model
 
 aten = torch.ops.aten
@@ -101,13 +95,10 @@ def is_on(tensor, device):
 
 class FakeGPU(TorchDispatchMode):
     """`meta` stands for the GPU, the CPU is the host. Every operation passes through here, and is
-    counted: kernels, nearly as a profiler would on a GPU; copies from and to the host; numbers that
-    the host waits for. A copy to the host waits, too.
-
-    A storage counts from the operation that makes it until nobody holds it any more, in blocks of
-    512 bytes, as on a GPU; the model's weights, which were there before, do not. Whole numbers from
-    the host, and what follows from them alone, have contents: `transformers` looks at the mask of
-    the prompts to decide whether it needs one of its own."""
+    counted: kernels, copies from and to the host, numbers that the host waits for. A storage counts
+    from the operation that makes it until nobody holds it any more, in blocks of 512 bytes; the
+    model's weights do not. Whole numbers from the host have contents: `transformers` looks at the
+    mask of the prompts to decide whether it needs one of its own."""
     def __init__(self):
         super().__init__()
         self.counts = collections.Counter()
@@ -317,22 +308,6 @@ def imagine_step(wrapper, painter, words):
 def sum_gib(module):
     return sum([weight.nbytes for weight in module.parameters()]) / GIB
 
-JANUS = {1: (24, 2048, 5632), 7: (30, 4096, 11008)}  # billions of weights: what the two differ in
-
-def make_janus(config, billions):
-    """Janus-Pro in its real sizes, on the imagined GPU."""
-    layers, width, inner = JANUS[billions]
-    sizes = transformers.JanusConfig(
-        text_config=dict(
-            num_hidden_layers=layers, hidden_size=width, intermediate_size=inner,
-            num_attention_heads=width // 128, vocab_size=102400),
-        vq_config=dict(image_token_embed_dim=width, projection_dim=width))
-    with META, transformers.modeling_utils.local_torch_dtype(torch.bfloat16):
-        model = transformers.JanusForConditionalGeneration(sizes)
-    model.generation_config.pad_token_id = 0
-    with mock.patch.object(grpo, "DEVICE", META):
-        return choose_wrapper(config)(small_janus.make_processor(), model, config)
-
 ROWS = [  # of the table in docs/figures.md
     "--batch-size 1 --micro-batch-size 1",
     "--micro-batch-size 1",
@@ -363,20 +338,7 @@ def measure_memory(args):
         print_row(name, f"{c['kernels']:,}", c["copies in"], c["copies out"], c["waits"],
                   f"{c['masks']} in {c['attention']} attentions")
 
-def measure_janus(args):
-    """The table of Janus in docs/cards.md: GiB for 8 prompts x 4 images, and kernels."""
-    print_head("weights | micro-batch | sample | decode | update | kernels a token | an update")
-    for billions, size in itertools.product(JANUS, (1, 4, 16, 32)):
-        config = grpo.parse_args([f"--wrapper={janus.__file__}:Janus", f"--micro-batch-size={size}",
-                                  *args.flags])
-        wrapper = make_janus(config, billions)
-        weights = sum_gib(wrapper.on_gpu)
-        gib, counts = imagine_step(wrapper, wrapper.policy.model.vqmodel.decoder, words=62)
-        cells = [weights + gib[phase] for phase in PHASES]
-        kernels = [f"{counts[phase]['kernels']:,}" for phase in ("sample", "update")]
-        print_row(f"{billions} B", config.micro_batch_size, *cells, *kernels)
-
-# --- The benchmark --------------------------------------------------------------
+# --- A real model, and what the stock pipeline does with it ------------------------
 def clock(function, *args, **kwargs):
     """-> what it returned, and seconds, GiB in tensors and GiB reserved."""
     if grpo.CUDA:
@@ -398,17 +360,6 @@ def load(config):
     torch.cuda.empty_cache()
     return choose_wrapper(config)(pipe, config)
 
-def measure_step(trainer, prompts, group_size):
-    """One step -> what `clock` says of each phase, its rollout."""
-    wrapper = trainer.wrapper
-    seeds = range(len(prompts))
-    rollout, sample = clock(wrapper.sample, prompts, group_size, seeds)
-    images, decode = clock(wrapper.decode, prompts, rollout.tokens, seeds)
-    rewards, _ = grpo.compute_rewards(images, rollout.prompts, trainer.rewards)
-    advantages = grpo.compute_advantages(rewards, group_size)
-    _, update = clock(trainer.train_step, rollout, advantages)
-    return dict(sample=sample, decode=decode, update=update), rollout
-
 def print_settings(config):
     """What is measured: printed before a model is loaded, which takes half a minute."""
     device = f"CPU, {torch.get_num_threads()} thread(s)"
@@ -419,15 +370,6 @@ def print_settings(config):
     print(device, f"Python {platform.python_version()}", *versions, sep=", ")
     names = "model width height batch_size group_size micro_batch_size decode_steps guidance"
     print(*[f"{name} {getattr(config, name)}" for name in names.split()], sep=", ", flush=True)
-
-def draw_stock(wrapper, prompt):
-    """-> codes [1, 4 h w] for the DiT, as the stock pipeline draws them."""
-    wrapper.move_to_gpu(wrapper.ar)
-    wrapper.policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
-    codes, *_ = wrapper.pipe.generate_prior_tokens(
-        str(prompt), wrapper.config.height, wrapper.config.width, device=grpo.DEVICE)
-    wrapper.policy.model.visual.to("cpu")  # or its 2 GiB would count as ours
-    return codes
 
 def score_stock(wrapper, one):
     """A rollout of one sample -> what `generate` says of its tokens, made to draw them: log-probs
@@ -442,42 +384,16 @@ def score_stock(wrapper, one):
 
     policy = wrapper.policy
     raw = dict(temperature=1.0, top_k=0, top_p=1.0, logits_processor=[force])
+    wrapper.move_to_gpu(wrapper.ar)
+    policy.model.visual.to(grpo.DEVICE)  # `generate` asks the vision tower
     with mock.patch.object(policy, "generate", functools.partial(policy.generate, **raw)):
-        codes = draw_stock(wrapper, one.prompts[0])
+        codes, *_ = wrapper.pipe.generate_prior_tokens(
+            str(one.prompts[0]), wrapper.config.height, wrapper.config.width, device=grpo.DEVICE)
+    policy.model.visual.to("cpu")
     temperature = wrapper.config.temperature or policy.generation_config.temperature or 1.0
     logits = torch.stack(logits[:T], 1)[..., :V].float() / temperature
     logprobs = grpo.compute_policy_logprobs(logits, one.allowed)
     return logprobs.gather(2, one.tokens[..., None]).squeeze(2), codes
-
-def measure_stock(wrapper, rollout):
-    """Seconds of one image the usual way: the pipeline samples and decodes it, a pass scores it."""
-    one = rollout.part(slice(1))
-    others = range(one.allowed.shape[2], wrapper.policy.lm_head.out_features)
-    wrapper.policy.generation_config.suppress_tokens = [*others]
-    _, sample = clock(draw_stock, wrapper, one.prompts[0])
-    _, decode = clock(wrapper.decode, one.prompts, one.tokens, [0])
-    _, score = clock(torch.no_grad()(wrapper.compute_logprobs), one)
-    return sample[0] + decode[0] + score[0]
-
-def measure_bench(args):
-    """Seconds of a step on one prompt, and of a stock rollout, measured in turn."""
-    config = grpo.parse_args(args.flags)
-    print_settings(config)
-    print(f"one prompt, medians of {args.repeats}, in seconds\n", flush=True)
-    wrapper = load(config)
-    prompts = ["a red fox"]
-    trainer = grpo.GRPOTrainer(config, wrapper, prompts)
-    print_head("group | stock rollout | sample | decode | update | stock / ours")
-    for group_size in args.groups:
-        _, rollout = measure_step(trainer, prompts, group_size)  # warm-up
-        turns = [(measure_step(trainer, prompts, group_size)[0], measure_stock(wrapper, rollout))
-                 for _ in range(args.repeats)]
-        steps, stocks = zip(*turns)
-        stock = group_size * statistics.median(stocks)
-        sample, decode, update = [statistics.median([step[phase][0] for step in steps])
-                                  for phase in PHASES]
-        cells = [f"{x:.3f}" for x in (stock, sample, decode, update)]
-        print_row(group_size, *cells, stock / (sample + decode))
 
 # --- What decides a reward --------------------------------------------------------
 def split_variance(scores):
@@ -500,31 +416,31 @@ def resample(parts, draws=4000):
     shares = sums / np.maximum(sums.sum(1, keepdims=True), 1e-300)
     return np.stack([shares[0], *np.quantile(shares[1:], [0.025, 0.975], axis=0)], 1)
 
-VERDICTS = ["train the AR half: python grpo.py", "train the DiT: --wrapper examples/flow.py:DiT",
-            "train neither yet: only both together decide, or the reward has noise of its own"]
+VERDICTS = dict(
+    tokens="train the AR half, with grpo.py", noise="train the DiT, with examples/flow.py:DiT",
+    both="train neither: only both together decide, or the reward has noise of its own")
 
 def measure_halves(args, G=4, S=4):
-    """8 prompts x 4 draws of tokens x 4 starting noises of the DiT, with flags of grpo.py."""
+    """8 prompts x 4 draws of tokens x 4 starting noises of the DiT."""
     config = grpo.parse_args(args.flags)
     rewards = grpo.load_rewards(config.reward)
     prompts = grpo.load_prompts(config.prompts)[:8]
     wrapper = load(config)
     rollout = wrapper.sample(prompts, G, range(len(prompts)))
-    scores, own = [], []
+    scores = []
     for s in range(1, S + 1):
         seeds = [1000 * s + i for i in range(len(prompts))]
         images = wrapper.decode(prompts, rollout.tokens, seeds)
-        twice = [grpo.compute_rewards(images, rollout.prompts, rewards)[0] for _ in range(2)]
-        scores.append(twice[0].view(-1, G).numpy())
-        own.append((twice[0] - twice[1]).square().mean().item() / 2)
-    parts = split_variance(np.stack(scores, 2))
-    shares = resample(parts)
-    for name, (share, low, high) in zip(["tokens", "noise", "both"], shares):
+        scores.append([grpo.compute_rewards(images, rollout.prompts, rewards)[0].view(-1, G)
+                       for _ in range(2)])  # a picture may get two scores
+    first, second = np.moveaxis(np.array(scores), 1, 0).transpose(0, 2, 3, 1)  # [P, G, S]
+    shares = resample(split_variance(first))
+    for name, (share, low, high) in zip(VERDICTS, shares):
         print(f"{name:6} {share:6.2f}   95 % interval {low:.2f} .. {high:.2f}")
-    print(f"std within a prompt {max(parts.mean(0).sum(), 0) ** 0.5:.3g}; between two calls of the "
-          f"reward for one picture {np.mean(own) ** 0.5:.3g}")
+    print(f"std within a prompt {first.std((1, 2)).mean():.3g}, of the scores of one picture "
+          f"{np.mean((first - second) ** 2 / 2) ** 0.5:.3g}")
     best = shares[:, 0].argmax()
-    print(VERDICTS[best])
+    print([*VERDICTS.values()][best])
     if shares[best, 1] < np.delete(shares[:, 2], best).max():
         print("but the intervals overlap: take more prompts, or train both halves in turn")
 
@@ -538,20 +454,18 @@ def measure_painting(args, G=8):
     config = grpo.parse_args(args.flags)
     rewards = grpo.load_rewards(config.reward)
     prompts = grpo.load_prompts(config.prompts)[:8]
-    seeds = range(len(prompts))
-    rows, pixels = [], []
-    for own in (dataclasses.replace(config, wrapper=None, decode_steps=50), config):
-        wrapper = None  # frees the memory of the first
-        wrapper = load(own)
-        if own is not config:
-            rollout = wrapper.sample(prompts, G, seeds)
-        images, (seconds, *_) = clock(wrapper.decode, prompts, rollout.tokens, seeds)
-        scores, _ = grpo.compute_rewards(images, rollout.prompts, rewards)
-        rows.append(scores.view(-1, G).numpy())
+    stock = load(dataclasses.replace(config, wrapper=None, decode_steps=50))
+    rollout = stock.sample(prompts, G, range(len(prompts)))
+    scores, pixels = [], []
+    for name in ("the stock pipeline", "the wrapper"):
+        wrapper, stock = stock or load(config), None  # one at a time is in memory
+        images, (seconds, *_) = clock(wrapper.decode, prompts, rollout.tokens, range(len(prompts)))
+        scores.append(grpo.compute_rewards(images, rollout.prompts, rewards)[0].view(-1, G).numpy())
         pixels.append(255 * grpo.pil_to_tensor(images))
-        print(f"--wrapper {own.wrapper} --decode-steps {own.decode_steps}: {seconds:.3g} s for "
-              f"{len(images)} images, reward {scores.mean():.4g}", flush=True)
-    pairs = [(rank(a), rank(b)) for a, b in zip(*rows) if np.ptp(a) and np.ptp(b)]
+        print(f"{name}, {wrapper.config.decode_steps} steps: {seconds:.3g} s for {len(images)} "
+              f"images, reward {scores[-1].mean():.4g}", flush=True)
+        wrapper = None
+    pairs = [(rank(a), rank(b)) for a, b in zip(*scores) if np.ptp(a) and np.ptp(b)]
     spearman = [np.corrcoef(*pair)[0, 1] for pair in pairs]
     print(f"mean |difference| {(pixels[0] - pixels[1]).abs().mean():.2f} levels of 255")
     print("Spearman", *[f"{value:.2f}" for value in spearman])

@@ -1,21 +1,16 @@
-"""Plots runs: curves, pictures before and after, a film. It needs nothing but a run's folder.
+"""Plots runs: curves, pictures before and after. It needs nothing but a run's folder.
 
     pip install matplotlib
     python -m examples.plot runs/seed0 runs/seed1
     python -m examples.plot runs/mine --before-after sheet.png --words red blue green
-    python -m examples.plot runs/mine --film film.png
-    python -m examples.plot runs/mine --wandb my-project
-    python -m examples.plot runs/mine --trackio my-project
+    python -m examples.plot runs/mine --wandb my-project    # or --trackio my-project
 
 It prints the mean of each reward over the first and the last five steps of each run, and alarms,
 where the log shows that something goes wrong. A curve has beside it what `evaluate --follow` has
 measured on held-out prompts, if that was with the run's own reward.
 
---wandb sends what the run has written to Weights & Biases (pip install wandb), and what training
-writes meanwhile, until the run is done; --trackio to trackio (pip install trackio): a page on this
-machine or, where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set, there. Both may be started before
-the training, and stopped and started again; a copy of a run's folder goes on with the run of the
-service unless wandb.json or trackio.json is deleted in it.
+--wandb sends what the run has written, and writes, to Weights & Biases, --trackio to trackio, until
+the run is done; docs/settings.md says more.
 """
 import importlib, json, math, os, re, secrets, time
 from pathlib import Path
@@ -24,7 +19,7 @@ from statistics import mean, variance
 from PIL import Image, ImageDraw, ImageOps
 
 from examples import fail, read_flags, start
-from examples.pictures import draw_text, load_font, save_film
+from examples.pictures import draw_text, load_font
 
 def add_flags(add):
     add("runs", nargs="+", metavar="run", help="folder of a run")
@@ -32,7 +27,6 @@ def add_flags(add):
     add("--metric", help="to plot by step, such as reward/color; default: reward, or loss")
     add("--before-after", metavar="FILE", help="draw the first and last pictures")
     add("--words", nargs="+", help="to stand above them; default: the prompts")
-    add("--film", metavar="FILE", help="draw all saved pictures, a row a step")
     add("--wandb", metavar="PROJECT", help="follow a run, and send it to Weights & Biases")
     add("--trackio", metavar="PROJECT", help="follow a run, and send it to trackio")
 
@@ -210,13 +204,8 @@ def draw_pictures(args, run):
     words = args.words or read_words(run)[:8]
     first, *_ = samples
     *_, last = samples
-    if args.before_after:
-        save_before_after(args.before_after, samples[first], samples[last], words)
-        print(f"steps {first} and {last}: {args.before_after}")
-    if args.film:
-        rows = [[f"step {step}", *pictures] for step, pictures in samples.items()]
-        save_film(args.film, [["", *words], *rows])
-        print(f"steps {first} to {last}: {args.film}")
+    save_before_after(args.before_after, samples[first], samples[last], words)
+    print(f"steps {first} and {last}: {args.before_after}")
 
 # --- Services -----------------------------------------------------------------
 SECONDS = 5  # between two looks at the run's folder
@@ -280,7 +269,7 @@ def plot(args):
         if rows:
             print_ends(run, rows)
         print_alarms(run)
-    if args.before_after or args.film:
+    if args.before_after:
         return draw_pictures(args, args.runs[0])
     if not all(runs.values()):
         fail("a run has no step yet")

@@ -3,6 +3,7 @@ adapters; those that draw from it or measure it take all of that from here."""
 import json, re, typing
 from pathlib import Path
 
+import diffusers
 import torch
 from tqdm import tqdm
 
@@ -63,8 +64,61 @@ def load_model(Wrapper, config):
         torch.set_num_threads(1)
     return Wrapper.from_pretrained(config.model, config)
 
+class Stock:
+    """What production draws with, in the place of a wrapper: the stock pipeline, and peft. Each
+    picture has random numbers of its own, as there."""
+    def __init__(self, pipe, config):
+        self.pipe = pipe
+        self.config = config
+        self.policy = pipe.vision_language_encoder
+        self.tuned = None
+        names = "temperature", "top_k", "top_p"
+        typed = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+        self.policy.generation_config.update(**typed)
+
+    @classmethod
+    def from_pretrained(cls, path, config):
+        pipe = grpo.attempt(f"--stock --model {path}", diffusers.GlmImagePipeline.from_pretrained,
+                            path, dtype=torch.bfloat16 if grpo.CUDA else torch.float32)
+        pipe.set_progress_bar_config(disable=True)
+        if grpo.CUDA and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
+            grpo.attempt("--stock", pipe.enable_model_cpu_offload)
+        else:
+            pipe.to(grpo.DEVICE)
+        return cls(pipe, config)
+
+    def load(self, adapter):
+        try:
+            import peft
+        except ModuleNotFoundError:
+            raise grpo.BadInput("--stock: first run pip install peft") from None
+        if self.tuned:
+            self.tuned.unload()
+        self.tuned = grpo.attempt(adapter, peft.PeftModel.from_pretrained, self.policy, adapter)
+
+    def sample(self, prompts, group_size, seeds):
+        codes = [self.pipe.generate_prior_tokens(
+            [str(prompt)] * group_size, self.config.height, self.config.width, device=grpo.DEVICE,
+            generator=torch.Generator().manual_seed(seed))[0]
+            for prompt, seed in zip(prompts, seeds)]
+        prompts = [prompt for prompt in prompts for _ in range(group_size)]
+        return grpo.Rollout(prompts, torch.cat(codes), None, None)
+
+    def decode(self, prompts, codes, seeds):
+        images = []
+        for i, row in enumerate(codes.split(1)):
+            place = i * len(prompts) // len(codes)
+            images += self.pipe(
+                str(prompts[place]), prior_token_ids=row, height=self.config.height,
+                generator=torch.Generator().manual_seed(~(1000 * seeds[place] + i)),
+                width=self.config.width, guidance_scale=self.config.guidance,
+                num_inference_steps=self.config.decode_steps).images
+        return images
+
 def load_adapter(wrapper, adapter):
     """-> the LoRA that has its weights."""
+    if isinstance(wrapper, Stock):
+        return wrapper.load(adapter)
     lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, read_adapter_config(adapter)["r"])
     grpo.attempt(adapter, lambda: lora.load(lora.read(adapter)))
     return lora
