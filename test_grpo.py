@@ -8,7 +8,6 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import diffusers, pytest, torch
 import numpy as np
-import torch.nn.functional as F
 from PIL import Image
 from pytest import approx
 from safetensors.torch import save_file
@@ -667,10 +666,9 @@ def test_sampling_is_transformers_own_decoding_row_by_row(top_p, top_k):
     for row in range(6):
         ids, _, _ = wrapper.encode(rollout.prompts[row:row + 1])
         L = ids.shape[1]
-        grids = torch.tensor([[1, 4, 2], [1, 2, 1]])
         out = stock(
             input_ids=ids, attention_mask=torch.ones(1, L), use_cache=True,
-            image_grid_thw=grids, images_per_sample=torch.tensor([2]))
+            image_grid_thw=torch.tensor([[1, 4, 2], [1, 2, 1]]), images_per_sample=torch.tensor([2]))
         for i in range(10):
             logits = out.logits[0, -1, :8] / 0.9
             order = logits.argsort(descending=True)[:top_k or 8]

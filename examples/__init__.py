@@ -1,6 +1,5 @@
 """How the programs here start, and how they end. `python -m examples.evaluate` starts one."""
 import argparse, os, sys
-from pathlib import Path
 
 def read_flags(doc, add_flags, and_more=False, may_be_bare=False):
     """-> what was typed. If that is nothing, help is shown, unless it `may_be_bare`. A program
@@ -27,16 +26,6 @@ def add_drawing_flags(add):
 
 def get_drawing_flags(args):
     return {name: getattr(args, name) for name in DRAWING if getattr(args, name) is not None}
-
-def read_folder(doc, default):
-    """-> where a maker of models writes, a folder that is not there yet: its only flag."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(default), help="new folder; %(default)s")
-    folder = parser.parse_args().out.absolute()
-    if folder.exists():
-        parser.error(f"--out {folder}: exists already; delete it, or name another folder")
-    return folder
 
 def fail(message):
     """Ends the program with one line, as grpo.py does."""

@@ -65,8 +65,7 @@ def find_t(freedom):
 
 def find_interval(values):
     """A value for each prompt -> the 95 % interval of their mean, by Student's t, or None for one
-    prompt. Samples of a prompt are not independent, so each prompt counts once. A bootstrap of few
-    prompts is too narrow: of 8, it covers 88 %."""
+    prompt. A bootstrap of few prompts is too narrow: of 8, it covers 88 %."""
     if len(values) < 2:
         return None
     margin = find_t(len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
@@ -75,10 +74,8 @@ def find_interval(values):
 def weigh_best(scores, k):
     """Scores of the n samples of a prompt [n] -> [n]: of all their subsets of size k, the share in
     which each is the best. Equal ones take turns. With these weights the mean of the scores is that
-    of the subsets' maxima, and unbiased for the best of k (arXiv 2505.15201), where a bootstrap,
-    which may draw one sample twice, finds too little. The formula there, C(i - 1, k - 1) / C(n, k)
-    for the i-th from below, is C(i, k) - C(i - 1, k): subsets within the first i, minus those
-    within the first i - 1."""
+    of the subsets' maxima, and unbiased for the best of k (arXiv 2505.15201). The formula there,
+    C(i - 1, k - 1) / C(n, k) for the i-th from below, is (C(i, k) - C(i - 1, k)) / C(n, k)."""
     scores = np.asarray(scores)
     weights = []
     for score in scores:

@@ -7,9 +7,8 @@
     python -m examples.generate --pictures my_pictures --reward mine.py:good    # draws nothing
 
 The folder --out gets sheet.png, with a row for each prompt, and the single pictures, each with its
-prompt beside it in .txt. Equal seeds give equal pictures, so that adapters can be compared;
-evaluate.py does that. A run of edit.py needs a file of --prompts, whose lines name the pictures to
-edit. With --reward, it prints what pictures score and by how much those of a prompt differ, and
+prompt beside it in .txt. A run of edit.py needs a file of --prompts, whose lines name the pictures
+to edit. With --reward, it prints what pictures score and by how much those of a prompt differ, and
 scores.png has the best and the worst of each prompt.
 """
 from pathlib import Path
@@ -79,20 +78,17 @@ def generate(args):
     if not prompts:
         raise grpo.BadInput("--prompt or --prompts must say what to draw")
     run = open_run(args.run, model=args.model, wrapper=args.wrapper, **get_drawing_flags(args))
-    adapter = None
-    if args.run:
-        step = max(run.adapters, default=None) if args.step is None else args.step
-        if step not in run.adapters:
-            raise grpo.BadInput(f"{args.run}: has adapters of steps {[*run.adapters]}")
-        adapter = run.adapters[step]
+    step = max(run.adapters, default=None) if args.step is None else args.step
+    if args.run and step not in run.adapters:
+        raise grpo.BadInput(f"{args.run}: has adapters of steps {[*run.adapters]}")
+    adapter = run.adapters.get(step)
     grpo.attempt("--out", args.out.mkdir, parents=True)
     wrapper = load_model(run.Wrapper, run.config)
     if adapter:
         load_adapter(wrapper, adapter)
     print(adapter or run.config.model, flush=True)
     seeds = [args.seed + i for i in range(len(prompts))]
-    rows = []
-    drawn = []
+    rows, drawn = [], []
     for i, images in enumerate(draw(wrapper, prompts, args.samples, seeds)):
         drawn.append((prompts[i], images))
         for j, image in enumerate(images):

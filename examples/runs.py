@@ -3,8 +3,7 @@ adapters; those that draw from it or measure it take all of that from here."""
 import json, re, typing
 from pathlib import Path
 
-import diffusers
-import torch
+import diffusers, torch, transformers
 from tqdm import tqdm
 
 import grpo
@@ -72,12 +71,13 @@ class Stock:
         self.config = config
         self.policy = pipe.vision_language_encoder
         self.tuned = None
-        names = "temperature", "top_k", "top_p"
-        typed = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-        self.policy.generation_config.update(**typed)
+        own = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
+        own = {name: value for name, value in own.items() if value is not None}
+        self.policy.generation_config.update(**own)
 
     @classmethod
     def from_pretrained(cls, path, config):
+        transformers.logging.set_verbosity_error()  # the pipeline warns of itself at each prompt
         pipe = grpo.attempt(f"--stock --model {path}", diffusers.GlmImagePipeline.from_pretrained,
                             path, dtype=torch.bfloat16 if grpo.CUDA else torch.float32)
         pipe.set_progress_bar_config(disable=True)

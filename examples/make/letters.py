@@ -10,7 +10,7 @@ The model is made as that of tiny.py, with other codes: a code is a letter of 32
 image of 160 x 32 is a word. The DiT and VAE are fitted to render the letters, and the policy to
 copy the letters of its prompt, which it gets right with a probability of 0.45.
 """
-from examples import read_folder
+from examples.make import read_folder
 
 if __name__ == "__main__":
     FOLDER = read_folder(__doc__, "runs/letters")

@@ -8,7 +8,7 @@ names. The tiny GLM-Image draws such mosaics with half of the squares right.
 `pictures` has one for each prompt of prompts.txt, and `model` is the tiny GLM-Image with a vision
 tower that sees its eight colors. Targets are white above and colored below.
 """
-from examples import read_folder
+from examples.make import read_folder
 
 if __name__ == "__main__":
     FOLDER = read_folder(__doc__, "runs/mosaics")

@@ -7,7 +7,7 @@ It has Janus's real classes, with 0.4 million weights. A picture has 4 x 4 squar
 16 codes is one of the eight COLORS of grpo.py. The policy is fitted until it half knows the words:
 a square has the prompt's color with probability .3, or else any other. GRPO teaches it the rest.
 """
-from examples import read_folder
+from examples.make import read_folder
 
 if __name__ == "__main__":
     FOLDER = read_folder(__doc__, "runs/janus")

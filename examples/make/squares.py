@@ -10,7 +10,7 @@ the tiny GLM-Image, the vision tower knows the colors, and the policy has two la
 to edit, and then to make mistakes: it leaves half of the squares that it should paint, and 35 % of
 all squares get some other color.
 """
-from examples import read_folder
+from examples.make import read_folder
 
 if __name__ == "__main__":
     FOLDER = read_folder(__doc__, "runs/squares")

@@ -7,7 +7,7 @@ prompt's color with probability .45, or else any other. GRPO teaches it the rest
 
     python -m examples.make.tiny    # about five minutes
 """
-from examples import read_folder
+from examples.make import read_folder
 
 if __name__ == "__main__":
     FOLDER = read_folder(__doc__, "runs/tiny-glm-image")
