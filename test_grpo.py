@@ -667,8 +667,8 @@ def test_sampling_is_transformers_own_decoding_row_by_row(top_p, top_k):
         ids, _, _ = wrapper.encode(rollout.prompts[row:row + 1])
         L = ids.shape[1]
         out = stock(
-            input_ids=ids, attention_mask=torch.ones(1, L), use_cache=True,
-            image_grid_thw=torch.tensor([[1, 4, 2], [1, 2, 1]]), images_per_sample=torch.tensor([2]))
+            input_ids=ids, use_cache=True, images_per_sample=torch.tensor([2]),
+            attention_mask=torch.ones(1, L), image_grid_thw=torch.tensor([[1, 4, 2], [1, 2, 1]]))
         for i in range(10):
             logits = out.logits[0, -1, :8] / 0.9
             order = logits.argsort(descending=True)[:top_k or 8]
