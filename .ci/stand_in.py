@@ -9,7 +9,7 @@ class StandIn(http.server.ThreadingHTTPServer):
     def __init__(self, answer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer = answer
-        self.asked, self.refused, self.change, self.reply, self.most, self.key = [], set(), {}, {}, 20, None
+        self.asked, self.refused, self.change, self.reply, self.most = [], set(), {}, {}, 20
         self.address = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
 
@@ -18,10 +18,9 @@ def demand(condition, status, message):
         raise ConnectionRefusedError(status, message)
 
 def read_part(part):
-    """-> a text or a picture; what else is in a part, or a picture that is none, is refused."""
-    if part.keys() == {"type", "text"} and part["type"] == "text":
+    """-> a text or a picture; one that is none is refused."""
+    if part["type"] == "text":
         return part["text"]
-    demand(part.keys() == {"type", "image_url"} and part["type"] == "image_url", 400, f"Invalid part: {part}")
     head, _, data = part["image_url"]["url"].partition(",")
     demand(head == "data:image/png;base64", 400, "Invalid image URL")
     return Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
@@ -46,16 +45,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def complete(self, body):
         server = self.server
-        said = self.headers.get("Authorization")
         demand(self.path == "/v1/chat/completions", 404, f"Not Found: {self.path}")
-        demand(server.key is None or said == f"Bearer {server.key}", 401, f"Incorrect API key provided: {said}")
         known = {"model", "messages", "temperature", "logprobs", "top_logprobs"} - server.refused
         demand(body.keys() <= known, 400, f"Unrecognized request arguments: {body.keys() - known}")
         demand(body["model"] == "any", 404, f"The model {body['model']} does not exist")
         top = body.get("top_logprobs", 0)
         demand(0 <= top <= server.most and (body.get("logprobs") is True or not top), 400, "top_logprobs")
         message, = body["messages"]
-        demand(message.keys() == {"role", "content"} and message["role"] == "user", 400, "messages")
         text, *pictures = [read_part(part) for part in message["content"]]
         server.asked.append((text, *pictures))
         answer = server.answer(text, pictures)

@@ -1,11 +1,10 @@
-"""Tests of examples/cluster on two nodes of the loopback, each with a working directory of its own.
-The stand-ins for Slurm's commands are no Slurm; a real one was tried by hand."""
+"""Tests of examples/cluster on two nodes of the loopback; the stand-ins for Slurm's commands are no Slurm."""
 import os, shlex, socket, subprocess, sys
 
 import pytest, yaml
 
-from conftest import ROOT, have_same_weights
-from test_command import TOY, rows_of, run_ranks
+from conftest import ROOT, have_same_weights, read_rows
+from test_command import TOY
 
 CLUSTER = ROOT / "examples/cluster"
 # What the files call. srun ends the other tasks if one fails, as --kill-on-bad-exit asks.
@@ -34,7 +33,7 @@ def replace_port(text):
         free.bind(("localhost", 0))
         return text.replace("29500", str(free.getsockname()[1]))
 
-def run_lines(folder, nodes, texts, **env):
+def run_lines(folder, nodes, argv, **env):
     """Lines of bash on each of the nodes, where commands are the stand-ins -> exit codes. Logs are in the nodes."""
     (folder / "bin").mkdir(exist_ok=True)
     for command, code in STAND_INS.items():
@@ -43,27 +42,27 @@ def run_lines(folder, nodes, texts, **env):
     env = os.environ | dict(PATH=f"{folder}/bin:{os.environ['PATH']}", OMP_NUM_THREADS="1") | env
     processes = [subprocess.Popen(["bash", *argv], cwd=node, env=env | dict(SKYPILOT_NODE_RANK=str(rank)),
                                   stdout=(node / "log").open("w"), stderr=subprocess.STDOUT)
-                 for rank, (node, argv) in enumerate(zip(nodes, texts))]
+                 for rank, node in enumerate(nodes)]
     return [process.wait(600) for process in processes]
 
-def run_file(name, folder, nodes, flags):
-    """One of the files, its variables filled in -> exit codes, the run's folder."""
-    text = replace_port((CLUSTER / name).read_text())
-    if name == "grpo.sbatch":
-        (folder / "job").write_text(text)
-        env = dict(JOB_NODELIST="machine[1-2]", JOB_NAME="foxes", JOB_ID="7", NNODES="2", GPUS_ON_NODE="1",
-                   CPUS_PER_TASK="1", ARRAY_TASK_ID="3")
-        codes = run_lines(folder, [folder], [["job", *shlex.split(flags)]],
-                          **{f"SLURM_{key}": value for key, value in env.items()})
-        return codes, folder / "runs/foxes-3"
-    text = yaml.safe_load(text)["run"].replace("/shared/", "")  # no common disk
+def run_sbatch(folder, flags):
+    """-> exit codes, the run's folder."""
+    (folder / "job").write_text(replace_port((CLUSTER / "grpo.sbatch").read_text()))
+    env = dict(JOB_NODELIST="machine[1-2]", JOB_NAME="foxes", JOB_ID="7", NNODES="2", GPUS_ON_NODE="1",
+               CPUS_PER_TASK="1", ARRAY_TASK_ID="3")
+    codes = run_lines(folder, [folder], ["job", *shlex.split(flags)], **{f"SLURM_{k}": v for k, v in env.items()})
+    return codes, folder / "runs/foxes-3"
+
+def run_sky(folder, flags):
+    text = yaml.safe_load(replace_port((CLUSTER / "grpo.sky.yaml").read_text()))["run"]
+    text = text.replace("/shared/", "")  # no common disk
+    nodes = [folder / "node0", folder / "node1"]
     env = dict(NODE_IPS="127.0.0.1\n10.0.0.2", NUM_NODES="2", NUM_GPUS_PER_NODE="1", TASK_ID="sky-7")
-    codes = run_lines(folder, nodes, [["-c", text]] * 2, FLAGS=flags, **{f"SKYPILOT_{k}": v for k, v in env.items()})
+    codes = run_lines(folder, nodes, ["-c", text], FLAGS=flags, **{f"SKYPILOT_{k}": v for k, v in env.items()})
     return codes, nodes[0] / "runs/sky-7"
 
-@pytest.mark.parametrize("name", ["grpo.sbatch", "grpo.sky.yaml"])
-def test_a_machine_that_dies_costs_a_step(tmp_path, nodes, name):
-    """Amid the third step. The same lines go on, and end as if nothing had been. The second node has no file of it."""
+def test_a_machine_that_dies_costs_a_step(tmp_path, nodes):
+    """Amid the third step of a job of Slurm. The same words go on, and end as SkyPilot's, which nothing disturbed."""
     (tmp_path / "mine.py").write_text("""
 import itertools, os, pathlib
 count = itertools.count(1)
@@ -76,14 +75,10 @@ def red(images, prompts, targets):
     return [image.getpixel((0, 0))[0] for image in images]
 """)
     flags = f"{TOY}--model toy --offload off --steps 6 --reward {tmp_path}/mine.py:red"
-    if name == "grpo.sbatch":  # the other goes on by the same words
-        codes, run = run_file(name, tmp_path, nodes, flags)
-        assert 0 not in codes and len(rows_of(run)) == 2, (nodes[0] / "log").read_text()
-    (tmp_path / "died").touch()
-    codes, run = run_file(name, tmp_path, nodes, flags)
-    assert {*codes} == {0}, [(node / "log").read_text() for node in nodes]
-    codes, logs = run_ranks(nodes, f"{flags} --out ../whole")
-    assert codes == [0, 0], logs
-    assert len(rows_of(run)) == 6 and rows_of(run) == rows_of(tmp_path / "whole")
-    assert have_same_weights(run, tmp_path / "whole")
+    codes, run = run_sbatch(tmp_path, flags)
+    assert 0 not in codes and len(read_rows(run)) == 2, (nodes[0] / "log").read_text()
+    for start in (run_sbatch, run_sky):
+        codes, last = start(tmp_path, flags)
+        assert {*codes} == {0}, [(node / "log").read_text() for node in nodes]
+    assert len(read_rows(run)) == 6 and read_rows(run) == read_rows(last) and have_same_weights(run, last)
     assert {path.name for path in nodes[1].iterdir()} == {"grpo.py", "examples", "prompts.txt", "log"}

@@ -1,5 +1,5 @@
-"""Tests of command lines: grpo.py in several processes, kills, errors, machines; every program says what it is for."""
-import functools, itertools, multiprocessing, os, random, signal, socket, subprocess, sys, threading
+"""Tests of command lines: grpo.py in several processes, kills, errors, machines."""
+import functools, itertools, multiprocessing, os, random, signal, socket, sys, threading
 from pathlib import Path
 from unittest import mock
 
@@ -30,20 +30,16 @@ def end(process):
     process.join(300)
     return process.exitcode
 
-def run_ranks(folders, flags, each=("", ""), before=(bool, bool)):
-    """A process in each folder, with flags and a beginning of its own -> exit codes, what each printed."""
+def run_ranks(folders, flags, each=("", "")):
+    """A process in each folder, with flags of its own -> exit codes, what each printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         env = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
     for folder in folders:
         Path(folder, "log").unlink(missing_ok=True)
-    processes = [start(folder, f"{TOY}{flags} {own}", first, env | dict(RANK=str(rank)))
-                 for rank, (folder, own, first) in enumerate(zip(folders, each, before))]
+    processes = [start(folder, f"{TOY}{flags} {own}", env=env | dict(RANK=str(rank)))
+                 for rank, (folder, own) in enumerate(zip(folders, each))]
     return [end(process) for process in processes], [Path(folder, "log").read_text() for folder in folders]
-
-def rows_of(run):
-    """Without what the clock says."""
-    return [row | dict(seconds=0) for row in read_rows(run)]
 
 def kill_soon(when, share, seconds=0):
     """In the when-th writing of a file, with this share of its bytes on the disk; with all of them, seconds later."""
@@ -71,13 +67,13 @@ def test_kill_nine_at_any_moment(tmp_path):
         before = functools.partial(kill_soon, when, share, rng.uniform(0, 0.01))
         code = end(start(tmp_path, flags + "run --resume run", before))
         assert code == -signal.SIGKILL, (tmp_path / "log").read_text()
-    assert 9 < len(rows_of(run)) < 60
+    assert 9 < len(read_rows(run)) < 60
     assert end(start(tmp_path, flags + "run/ --resume run")) == end(undisturbed) == 0
-    assert rows_of(whole) == rows_of(run) and have_same_weights(whole, run)
+    assert read_rows(whole) == read_rows(run) and have_same_weights(whole, run)
     assert all([picture.read_bytes() == (run / picture.name).read_bytes() for picture in whole.glob("*.png")])
 
 def test_two_machines_without_a_common_disk_do_what_one_does(tmp_path, run):
-    """Killed and begun again. The second, with other flags and an older folder of this name, reads and writes nothing."""
+    """The second, with other flags and an older folder of this name, reads and writes nothing."""
     flags = "--num-iterations 2 --kl-coef .1 --max-grad-norm 1e-3 --save-every 1 "
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     for node in nodes:
@@ -85,17 +81,14 @@ def test_two_machines_without_a_common_disk_do_what_one_does(tmp_path, run):
     assert run("grpo", f"{TOY}{flags} --seed 5 --steps 1 --out node1/run")[0] == 0
     there = {path: path.read_bytes() for path in nodes[1].rglob("*") if path.is_file()}
     other = ("", "--lr 9 --seed 3 --prompts nowhere.txt --reward wow")
-    own = flags + "--out run --resume run --steps "
-    codes, _ = run_ranks(nodes, own + "4", other, [functools.partial(kill_soon, 10, 0.5), bool])
-    assert codes[0] == -signal.SIGKILL and codes[1] != 0 and 0 < len(rows_of(nodes[0] / "run")) < 4
-    codes, (log, silent) = run_ranks(nodes, own + "4", other)
+    codes, (log, silent) = run_ranks(nodes, flags + "--out run --resume run --steps 4", other)
     assert codes == [0, 0] and "step 4 " in log and "step" not in silent, (log, silent)
     (nodes[1] / "log").unlink()
     assert there == {path: path.read_bytes() for path in nodes[1].rglob("*") if path.is_file()}
     one, two = "one", nodes[0] / "run"
     assert run("grpo", TOY + flags + "--out one --steps 5")[0] == run("grpo", f"--resume {two} --steps 5")[0] == 0
     torch.testing.assert_close(read_adapter(one), read_adapter(two), rtol=0, atol=1e-5)
-    assert rows_of(one) == [pytest.approx(row, rel=1e-3, abs=1e-5) for row in rows_of(two)]
+    assert read_rows(one) == [pytest.approx(row, rel=1e-3, abs=1e-5) for row in read_rows(two)]
 
 def test_an_error_in_one_process_ends_the_run_in_all(tmp_path):
     """In the third step, in the second process: the others do not wait for ever, and no whole step is lost."""
@@ -106,30 +99,7 @@ def fail(images, prompts, targets):
     return [1 / (next(count) < 2 or os.environ["RANK"] == "0")] * len(images)
 """)
     codes, (log, _) = run_ranks([tmp_path, tmp_path], "--reward mine.py:fail --out run")
-    assert 0 not in codes and "ZeroDivisionError" in log and len(rows_of(tmp_path / "run")) == 2
-
-def test_what_a_reward_imports_is_the_program_that_runs(tmp_path):
-    """Or its BadInput would be another one, with a traceback. Torch's threads and environment are left alone."""
-    (tmp_path / "p.txt").write_text("a fox\n")
-    (tmp_path / "mine.py").write_text("""
-import os, subprocess, sys, grpo, torch
-def f(images, prompts, *_):
-    code = "import torch; print(torch.get_num_threads())"
-    assert int(subprocess.check_output([sys.executable, "-c", code])) == torch.get_num_threads()
-    assert not [name for name in os.environ if name.startswith("GOMP")]
-    grpo.find_color(prompts[-1])
-""")
-    argv = [sys.executable, ROOT / "grpo.py", *f"{TOY} --reward mine.py:f --prompts p.txt --out run".split()]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == f"grpo.py: error: --reward color: there is none of {', '.join(grpo.COLORS)} in 'a fox'\n"
-
-def test_ctrl_c_is_one_line(run):
-    """And the run goes on."""
-    with mock.patch.object(grpo.GRPOTrainer, "log", side_effect=KeyboardInterrupt):
-        code, _, error = run("grpo", TOY + "--steps 1 --out run")
-    assert code == 1 and error == "grpo.py: error: stopped; a run may --resume\n"
-    assert run("grpo", "--resume run")[0] == 0 and len(read_rows("run")) == 1
+    assert 0 not in codes and "ZeroDivisionError" in log and len(read_rows(tmp_path / "run")) == 2
 
 def test_the_tiny_model_takes_one_thread(run, monkeypatch):
     """Two gain nothing on it, and wait for each other where the CPU is busy."""
@@ -138,51 +108,18 @@ def test_the_tiny_model_takes_one_thread(run, monkeypatch):
         assert run("grpo", TOY)[0] == run("grpo", f"--model {grpo.TINY_MODEL}")[0] == 0
     threads.assert_called_once_with(1)
 
-@pytest.mark.parametrize("bug, kind", [("{}['key']", KeyError), ("import no_such", ImportError)])
-def test_a_bug_in_a_file_of_ones_own_is_shown_with_its_place(run, bug, kind):
-    Path(f"buggy_{kind.__name__}.py").write_text(f"def f(*_):\n    {bug}\n")
-    with pytest.raises(kind) as caught:
-        run("grpo", TOY + f"--reward buggy_{kind.__name__}.py:f --out run")
-    assert caught.traceback[-1].path.name.startswith("buggy") and caught.traceback[-1].lineno == 1
-
 def test_paths_are_absolute_and_may_have_any_characters(tmp_path, monkeypatch):
     """A ~ is the home; and the folder that one is in may have , and = in its name."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "lr=1,v=2"
     folder.mkdir()
-    (folder / "plain.py").write_text("def f(images, prompts, targets): return range(len(images))")
-    (folder / "p.txt").write_text("a red fox\t~/t.png\n")
     monkeypatch.chdir(folder)
-    (prompt,) = grpo.load_prompts("p.txt")
-    assert prompt.target == grpo.Prompt("fox", "~/t.png").target == f"{tmp_path}/t.png"
+    assert grpo.Prompt("fox", "~/t.png").target == f"{tmp_path}/t.png"
     config = grpo.parse_args("--out ~/new --prompts p.txt --reward color=0,plain.py:f=.5,~/x.py:g".split())
     assert (config.out, config.prompts) == (f"{tmp_path}/new", f"{folder}/p.txt")
-    reward = f"color=0,{folder}/plain.py:f=.5,{tmp_path}/x.py:g"
-    assert config.reward == grpo.Config(reward=reward).reward == reward
-    assert grpo.load_rewards(reward.rpartition(",")[0])["f"][1] == 0.5
+    assert config.reward == f"color=0,{folder}/plain.py:f=.5,{tmp_path}/x.py:g"
 
-PROGRAMS = sorted([".".join(path.relative_to(ROOT / "examples").with_suffix("").parts)
-                   for path in (ROOT / "examples").rglob("*.py") if "\nif __name__" in path.read_text()])
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_help(name, tmp_path):
-    """What it does and an example, before anything is imported that takes seconds, and nothing is written."""
-    code = f"""import runpy, sys
-sys.argv[1:] = ["--help"]
-sys.modules.update(torch=None, transformers=None, diffusers=None)
-runpy.run_module("examples.{name}", run_name="__main__")"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT)),
-                          capture_output=True, text=True)
-    assert done.returncode == 0 and f"python -m examples.{name}" in done.stdout and "usage: " in done.stdout, done.stderr
-    assert not list(tmp_path.iterdir())
-
-def test_no_maker_overwrites_a_model(run):
-    assert "exists already" in run("make.tiny", f"--out {ROOT}/examples/tiny-glm-image")[2]
-
-@pytest.mark.parametrize("seed", range(3))
-def test_toy_learns_from_nothing(run, seed):
-    """For every seed: what it says of itself is not one seed's luck."""
-    code, _, error = run("grpo", f"--wrapper {ROOT}/examples/toy.py:Toy --seed {seed} --out run")
+def test_toy_learns_from_nothing(run):
+    code, _, error = run("grpo", f"--wrapper {ROOT}/examples/toy.py:Toy --out run")
     first, last = first_and_last("run")
     assert code == 0 and first < 0.65 and last > 0.95, error

@@ -1,7 +1,5 @@
 """Tests of examples/edit.py, mostly against the stock pipeline and `transformers`."""
-import re
 from pathlib import Path
-from unittest import mock
 
 import numpy as np, pytest, torch
 from PIL import Image
@@ -9,9 +7,7 @@ from PIL import Image
 import grpo
 from conftest import ROOT, read_rows
 from examples.edit import EditWrapper
-from examples.rewards import mse
 from examples.make import squares, tiny
-from stand_in import StandIn
 WIDTH, HEIGHT = 160, 96  # not square
 
 def make_wrapper():
@@ -33,8 +29,7 @@ def make_prompts(folder, *sizes):
 
 @torch.no_grad()
 def test_policy_reads_what_transformers_would(tmp_path):
-    """Ids, positions, logits, and the sampler's log-probs: one prompt is padded, the other is read in pieces of 64. The
-    tower visits the GPU once for each source, and goes home."""
+    """Ids, positions, logits, and the sampler's log-probs: one prompt is padded, the other is read in pieces of 64."""
     wrapper = make_wrapper()
     prompts = make_prompts(tmp_path, (128, 64), (256, 352))
     contents = [[dict(type="image", url=prompt.target), dict(type="text", text=str(prompt))] for prompt in prompts]
@@ -43,10 +38,8 @@ def test_policy_reads_what_transformers_would(tmp_path):
         return_tensors="pt", processor_kwargs=dict(padding=True, target_h=HEIGHT, target_w=WIDTH))
     logits = wrapper.policy(**inputs).logits[..., :8]
     drawn = wrapper.policy.model._cached_decode_position_ids[..., :-1]  # without that of the end mark
-    with mock.patch.object(torch.nn.ModuleList, "to") as moved:
-        rollout = wrapper.sample(prompts, 2, [0, 1])
-        ids, mask, position_ids = wrapper.encode(prompts)
-    assert moved.mock_calls == 2 * [mock.call(grpo.DEVICE), mock.call(wrapper.policy.device)]
+    rollout = wrapper.sample(prompts, 2, [0, 1])
+    ids, mask, position_ids = wrapper.encode(prompts)
     L = ids.shape[1]
     real = inputs.attention_mask.bool()
     assert not real.all() and mask[:, :L].equal(inputs.attention_mask) and mask[:, L:].all()
@@ -77,34 +70,8 @@ def test_picture_is_the_stock_pipelines(tmp_path):
     wanted, images = [[np.int16(image) for image in some] for some in (wanted, images)]
     assert max(abs(np.subtract(wanted, images)).flat) <= 1 and abs(wanted[0] - wanted[3]).max() > 20
 
-@pytest.mark.parametrize("size, h, w", [((86, 150), 5, 3), ((155, 50), 2, 5), ((320, 128), 2, 5), ((16, 16), 2, 2)])
-def test_sources_of_any_size(tmp_path, size, h, w):
-    """Policy, DiT and reward see one picture, whole, upright, and of a size within the image processor's limits."""
-    wrapper = make_wrapper()
-    wrapper.pipe.processor.image_processor.size = dict(shortest_edge=50**2, longest_edge=160**2)
-    codes = torch.arange(h * w).view(h, w) * 3 % 8
-    turned = Image.Exif()
-    turned[0x0112] = 6  # a quarter of a turn
-    photo = squares.paint(codes).resize(size, Image.NEAREST).rotate(90, expand=True)
-    photo.save(tmp_path / "photo.webp", lossless=True, exif=turned)
-    prompt = grpo.Prompt("paint it", tmp_path / "photo.webp")
-    assert wrapper.load_source(prompt)[1].equal(codes)
-    wrapper.pipe.image_processor.preprocess = shown = mock.Mock(wraps=wrapper.pipe.image_processor.preprocess)
-    wrapper.decode([prompt], torch.zeros(1, 15).long(), [0])
-    image = shown.call_args.args[0]
-    assert image.size == (32 * w, 32 * h)
-    assert grpo.compute_rewards([image], [prompt], {"mse": (mse, 1)})[0] == 0
-
-def judge_squares(text, pictures):
-    """A judge that measures: of the squares that the instruction names, or of the others, the share that is right."""
-    before, after = map(squares.look, pictures)
-    want = squares.edit(before, re.search("instruction: (.*?)[.] ", text)[1])
-    right = (after == want)[(before != want) == ("done in the second" in text)]
-    return f"{10 * right.float().mean() if len(right) else 10:.1f}"
-
 def test_it_learns_from_its_source(run, monkeypatch):
-    """Two sources have one instruction: a policy that does not see its own is right on one in two at most. A judge is
-    shown the source first. No held-out picture or pair of colors is trained on."""
+    """Two sources have one instruction: a policy that does not see its own is right on one in two at most."""
     monkeypatch.setattr(tiny, "fit_policy", lambda *args: None)  # its weights are random
     squares.write_prompts(Path())
     squares.make_model(Path())
@@ -114,12 +81,7 @@ def test_it_learns_from_its_source(run, monkeypatch):
     for i in (3, 5):
         squares.paint(torch.full((3, 3), i)).save(f"{i}.png")
     Path("two.txt").write_text("paint the green squares white\t3.png\npaint the green squares white\t5.png\n")
-    server = StandIn(judge_squares)
-    monkeypatch.setenv("OPENAI_BASE_URL", server.address)
-    monkeypatch.setenv("JUDGE_MODEL", "any")
-    flags = "--model . --prompts two.txt --batch-size 2 --steps 5 --lr 5e-3 --save-every 5 --out run --reward "
-    flags += ",".join([f"{ROOT}/examples/judge.py:{name}=.05" for name in ("judge", "kept")])
+    flags = "--model . --prompts two.txt --batch-size 2 --steps 5 --lr 5e-3 --save-every 5 --out run"
     assert run("grpo", f"--wrapper {ROOT}/examples/edit.py:EditWrapper {flags}")[0] == 0
-    server.shutdown()
     first, *_, last = [row["reward"] for row in read_rows("run")]
-    assert first + 0.1 < last > 0.9  # 0.5 + 0.5 * the share that is right; 0.75 without a source
+    assert first + 0.2 < last > 0.8, (first, last)

@@ -71,8 +71,6 @@ def test_products_in_fp8():
     assert sum(p.nbytes for p in own.parameters()) < 0.6 * sum(p.nbytes for p in layer.parameters())
     layers = [m for m in load(fp8=True).pipe.transformer.modules() if isinstance(m, fast.Float8Linear)]
     assert len(layers) == 6  # to_q, to_k, to_v, to_out.0, and two of ff
-    distance = (paint(load(fp8=True)) - paint(load())).abs().mean()
-    assert 0 < distance < 5
 
 def test_with_4_bits():
     """Both: the layers keep their codes, and the solver is the second one."""
@@ -89,7 +87,7 @@ def test_a_run(run, small_draft):
     for typed in (flags + "--out whole --steps 2", flags + "--out run --steps 1", "--resume run --steps 2"):
         assert run("grpo", typed)[0] == 0
     assert have_same_weights("whole", "run")
-    assert [row | dict(seconds=0) for row in read_rows("whole")] == [row | dict(seconds=0) for row in read_rows("run")]
+    assert read_rows("whole") == read_rows("run")
     assert Path("whole/samples_00002.png").read_bytes() == Path("run/samples_00002.png").read_bytes()
     assert run("generate", "run --prompt red --samples 1")[0] == run("evaluate", "run --samples 2 --steps 0 2")[0] == 0
     code, out, error = run("check", flags)

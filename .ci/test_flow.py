@@ -56,16 +56,11 @@ def test_noise_and_drift_make_up_for_each_other(sigma):
     assert still == pytest.approx(3 * (1 - sigma + 1e-4), abs=1e-12) and std > 1e-3
     assert (moved - still) ** 2 + std**2 == pytest.approx((sigma - 1e-4) ** 2, abs=1e-6)
 
-def test_what_a_group_of_paintings_shares(monkeypatch):
-    """Rewards differ by painting alone. All chance is in the group's seed, also where the window starts: in the first
-    half of steps. Each phase asks for its half, as they take turns on a small GPU."""
+def test_what_a_group_of_paintings_shares():
+    """Rewards differ by painting alone. All chance is in the group's seed, also where the window starts."""
     dit = make_trainer(group_size=6).wrapper
     assert dit.config.micro_batch_size == 2  # of 32: batches end where groups do
-    asked = []
-    monkeypatch.setattr(dit.ar, "move_to_gpu", asked.append)
     rollout = dit.sample([*PROMPTS, PROMPTS[1]], 3, [1, 2, 3])
-    dit.compute_logprobs(rollout.part(slice(1)))
-    assert asked == [dit.ar.ar] * 12 + [dit.ar.dit] * 2
     assert [Path(prompt.target).name for prompt in rollout.prompts] == ["a.png"] * 3 + ["b.png"] * 6
     for group, given in zip(rollout.tokens.split(3), rollout.allowed.split(3)):
         assert torch.equal(given[0], given[2]) and (group[0, 0] - group[2, 0]).abs().max() < 1e-5
@@ -77,20 +72,16 @@ def test_what_a_group_of_paintings_shares(monkeypatch):
 
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 def test_sampler_trainer_and_reference(guidance):
-    """The same steps, scored by another pass, schedule or level, would start off ratio 1. The gradient must not depend
-    on the micro-batch. Log-probs and KL are those of the Gaussians, the KL to the model without adapter."""
+    """The ratio begins at 1. Log-probs and KL are those of the Gaussians, the KL to the model without adapter."""
     trainer = make_trainer(guidance=guidance, kl_coef=1e3)
     rollout = trainer.wrapper.sample(PROMPTS, 4, [1, 2])
     steps = []
     predict = trainer.wrapper.predict
     trainer.wrapper.predict = lambda *args: steps.append(torch.distributions.Normal(*predict(*args))) or predict(*args)
-    gradients = []
-    trainer.optimizer.step = lambda: gradients.append([w.grad.clone() for w in trainer.lora.weights.values()])
-    for trainer.config.micro_batch_size in (1, 4):
-        steps.clear()
-        metrics = trainer.train_step(rollout, rollout.tokens[:, -1].mean((1, 2, 3)))
-    assert metrics["ratio_mean"] == 1 and metrics["sampler_gap"] == 0  # with 4, as they were sampled
-    assert all((one - other).abs().max() < 1e-4 * one.abs().max() for one, other in zip(*gradients))
+    trainer.optimizer.step = lambda: None
+    trainer.config.micro_batch_size = 4
+    metrics = trainer.train_step(rollout, rollout.tokens[:, -1].mean((1, 2, 3)))
+    assert metrics["ratio_mean"] == 1 and metrics["sampler_gap"] == 0
     exact = sum([torch.distributions.kl_divergence(new, ref).mean().item() for ref, new in zip(steps[:4], steps[4:])])
     assert metrics["kl"] == pytest.approx(exact / 4, rel=1e-4) and exact > 1e-4  # of two steps of two groups
     assert trainer.wrapper.compute_logprobs(rollout.part(slice(4)))[2].requires_grad
@@ -98,8 +89,8 @@ def test_sampler_trainer_and_reference(guidance):
     assert torch.allclose(rollout.logprobs[:4], torch.stack(expected, 1), atol=1e-6)
 
 def test_each_round_begins_with_the_pictures_of_the_last(run, monkeypatch):
-    """Other tokens, an adapter that is lost, or settings that do not arrive change a picture. A run that is resumed or
-    drawn from knows by its folder what lies below it. With top-k 1, the stock pipeline draws the same by peft."""
+    """A run that is resumed or drawn from knows by its folder what lies below it. With top-k 1, the stock pipeline draws
+    the same by peft."""
     rounds = dict(ar="--model base --width 96 --height 128 --temperature 3 --top-k 9 --decode-steps 3 --guidance 1.5",
                   dit=f"--wrapper {ROOT}/examples/flow.py:DiT --model ar --kl-coef 0.1",
                   ar2=f"--wrapper {ROOT}/examples/flow.py:AR --model dit",
@@ -128,5 +119,3 @@ def test_each_round_begins_with_the_pictures_of_the_last(run, monkeypatch):
     peft.PeftModel.from_pretrained(pipe.transformer, "../dit2/adapter_00002")  # in place
     ours, plain, theirs = 255 * grpo.pil_to_tensor([*images, *draw()])
     assert (ours - theirs).abs().max() <= 2 < 9 < (ours - plain).abs().max()
-    with pytest.raises(grpo.BadInput, match="--decode-steps must be 2 or more"):
-        flow.DiT.from_pretrained("../dit2", grpo.Config(decode_steps=1))

@@ -1,12 +1,13 @@
 """Tests of four_bits.py, on the tiny GLM-Image and on a small Janus of random weights. No GPU."""
-import re, shutil, sys
+import re
 
-import pytest, torch, transformers
+import pytest, torch
 
 import grpo
-from conftest import ROOT, perturb
+from conftest import perturb
 from examples import four_bits, janus
-from examples.make import small_janus, tiny
+from examples.make import tiny
+from test_janus import load as load_janus
 
 PROMPTS = [grpo.Prompt("red"), grpo.Prompt("the green side of a blue house")]
 pytestmark = pytest.mark.usefixtures("small_draft")
@@ -14,11 +15,6 @@ pytestmark = pytest.mark.usefixtures("small_draft")
 def load_glm_image(Wrapper):
     config = grpo.Config(**tiny.SETTINGS | dict(width=64, height=64, offload="on"))
     return Wrapper.from_pretrained(grpo.TINY_MODEL, config)
-
-def make_janus(Wrapper):
-    transformers.set_seed(0)
-    processor = small_janus.make_processor()
-    return Wrapper(processor, small_janus.make_policy(processor.tokenizer), grpo.Config(**small_janus.SETTINGS))
 
 def train(wrapper):
     """A step from adapters that do something -> tokens, pictures, gradients."""
@@ -31,7 +27,7 @@ def train(wrapper):
     return rollout.tokens, grpo.pil_to_tensor(wrapper.decode(PROMPTS, rollout.tokens, [8, 9])), gradients
 
 @pytest.mark.parametrize("load, Four, Plain", [(load_glm_image, four_bits.GLMImage4Bit, grpo.GLMImageWrapper),
-                                               (make_janus, four_bits.Janus4Bit, janus.Janus)])
+                                               (load_janus, four_bits.Janus4Bit, janus.Janus)])
 def test_it_is_the_model_with_rounded_weights(load, Four, Plain):
     """All that training sees is equal to that of a plain model whose weights were rounded by hand. LoRA's layers have 4
     bits, each of them, and six of the DiT's; with --offload on, what they keep waits on the CPU."""
@@ -46,21 +42,9 @@ def test_it_is_the_model_with_rounded_weights(load, Four, Plain):
             other = copy.get_submodule(name).weight
             assert 0.05 < (layer.weight - other).norm() / other.norm() < 0.15  # NF4 of a normal distribution: .09
             other.data.copy_(layer.weight)
-            assert load is make_janus or {id(layer.codes), id(layer.scales)} <= {id(old) for old, _ in four.cpu_copies}
+            assert load is load_janus or {id(layer.codes), id(layer.scales)} <= {id(old) for old, _ in four.cpu_copies}
     (tokens, pictures, gradients), expected = train(four), train(plain)
     assert torch.equal(tokens, expected[0]) and torch.equal(pictures, expected[1])
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(gradient, expected[2][name], rtol=1e-6, atol=1e-6 * gradient.abs().max().item())
-
-def test_what_is_refused(refuse, monkeypatch):
-    """Before any folder: a model that transformers saved in 4 bits. Before a model is loaded: a missing package."""
-    shutil.copytree(grpo.TINY_MODEL, "saved")
-    transformers.GlmImageForConditionalGeneration.from_pretrained(
-        "saved/vision_language_encoder", quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True)
-    ).save_pretrained("saved/vision_language_encoder")
-    with pytest.raises(grpo.BadInput, match="q_proj is quantized already"):
-        four_bits.GLMImage4Bit.from_pretrained("saved", grpo.Config())
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.delitem(sys.modules, "examples.four_bits")
-    assert "pip install bitsandbytes" in refuse("grpo", f"--wrapper {ROOT}/examples/four_bits.py:GLMImage4Bit --model x")

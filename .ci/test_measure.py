@@ -1,5 +1,5 @@
 """Tests of measure.py and compare.py: what they count and compare. No GPU."""
-import difflib, functools, os, re, types
+import difflib, functools, os, re, shutil, types
 from pathlib import Path
 from unittest import mock
 
@@ -23,29 +23,6 @@ def test_memory_is_that_of_the_page(run):
     assert all(0 < int(number.replace(",", "")) <= cap for number, cap in zip(kernels, caps)), kernels
     assert copies_in[0] == "0" and copies_out[:2] == ("1", "0") and waits[:2] == ("0", "0")
     assert masks == ("40 in 40 attentions", "0 in 30 attentions", "0 in 120 attentions")
-
-def test_no_weight_is_copied_back():
-    """Halves that take turns never changed, so the GPU just forgets them. A copy would be counted."""
-    with mock.patch.object(grpo, "DEVICE", measure.META):
-        wrapper = grpo.GLMImageWrapper(measure.make_real(measure.META, 1, 1), grpo.Config(offload="off"))
-    wrapper.offload = True
-    wrapper.cpu_copies = [(weight, weight.data) for weight in wrapper.ar.parameters()]
-    gpu = measure.FakeGPU()
-    with measure.imagine(gpu):
-        for half in (wrapper.ar, wrapper.dit, wrapper.ar):
-            wrapper.move_to_gpu(half)
-        assert gpu.counts["copies out"] == 0
-        wrapper.policy.lm_head.weight.cpu()
-    assert gpu.counts["copies out"] == 1
-
-def test_memory_of_janus(monkeypatch, capsys):
-    """Of one layer in its real width. More images at a time take more."""
-    config = functools.partial(transformers.JanusConfig, vision_config=dict(image_size=64))
-    monkeypatch.setattr(transformers, "JanusConfig", config)
-    monkeypatch.setattr(measure, "JANUS", {1: (1, 2048, 5632)})
-    measure.measure(types.SimpleNamespace(command="janus", flags=["--batch-size=2"]))
-    gib = [float(row[4]) for row in table(capsys.readouterr().out, "| weights |")]
-    assert gib == sorted(gib) and 0.5 < gib[0] < gib[-1] < 2 and len(gib) == 4
 
 PAINTER = """
 import random, torch
@@ -82,38 +59,26 @@ def test_shares_are_unbiased():
     scores = (9 * draw(6000, 1, 1) + 2**0.5 * draw(6000, 5, 1) + 3**0.5 * draw(6000, 1, 7) + 2 * draw(6000, 5, 7))
     parts = measure.split_variance(scores)
     assert parts.mean(0) == pytest.approx([2, 3, 4], rel=0.05)
-    ends = [measure.resample(some)[0, 1:] for some in parts.reshape(300, 20, 3)]
+    ends = [measure.resample(some)[0, 1:] for some in parts[:2000].reshape(100, 20, 3)]
     assert 0.85 < np.mean([low < 2 / 9 < high for low, high in ends]) < 0.99
 
 def test_ranks_of_two_painters(run, small_draft):
-    """Spearman's correlation, also of equal scores, is scipy's. On the tiny model both rank alike; turned upside down,
-    the opposite; groups of equal rewards are left out."""
+    """Spearman's correlation is scipy's. On the tiny model both rank alike, and inverted pictures the other way."""
     rng = np.random.default_rng(0)
     for a, b in ((rng.normal(size=30), rng.normal(size=30)), rng.integers(0, 4, (2, 30))):
         assert np.corrcoef(measure.rank(a), measure.rank(b))[0, 1] == pytest.approx(scipy.stats.spearmanr(a, b)[0])
     flags = f"painting {SMALL} --temperature 12 --top-p 1 --decode-steps 10 --guidance 1"
     out = run("measure", f"{flags} --wrapper {ROOT}/examples/fast.py:Fast")[1]
-    assert "--decode-steps 50: " in out and float(re.search(r"(\S+) in the mean of \d groups", out)[1]) > 0.9, out
+    assert re.findall(r"(?m)^the .*, \d+ steps:", out) == ["the stock pipeline, 50 steps:", "the wrapper, 10 steps:"]
+    assert float(re.search(r"(\S+) in the mean of \d groups", out)[1]) > 0.9, out
     Path("dark.py").write_text("from grpo import GLMImageWrapper as W\nfrom PIL import ImageOps\nclass Dark(W):\n"
                                "    def decode(self, *args): return [*map(ImageOps.invert, W.decode(self, *args))]\n"
                                "def red(images, *_): return [i.getpixel((9, 9))[0] // 99 for i in images]\n")
     out = run("measure", f"{flags} --model {grpo.TINY_MODEL} --wrapper dark.py:Dark --reward dark.py:red")[1]
     assert float(re.search(r"(\S+) in the mean of \d groups", out)[1]) < -0.9, out
 
-def test_bench(small_draft, monkeypatch, capsys):
-    """Each image of a stock rollout takes its own seconds."""
-    monkeypatch.setattr(measure, "clock", lambda function, *args, **kwargs: (function(*args, **kwargs), (2.0, 0, 0)))
-    measure.measure(types.SimpleNamespace(command="bench", flags=SMALL.split(), groups=[3], repeats=2))
-    assert table(capsys.readouterr().out, "| group |") == ["3 18.000 2.000 2.000 2.000 4.5".split()]
-
-def test_random_weights_need_a_gpu(run):
-    assert run("measure", "bench --model random")[2] == "measure.py: error: --model random needs a GPU\n"
-
 def test_one_rounding_follows_the_true_change_and_two_do_not(monkeypatch, capsys):
-    """Here in narrow layers. A slope's error and kl by hand."""
-    truth = torch.randn(40, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    noisy = [measure.compute_slope(0.3 * truth + torch.randn_like(truth), truth) for _ in range(60)]
-    assert 51 <= sum(abs(slope - 0.3) < 1.96 * error for slope, error in noisy) < 60
+    """Of a whole model, here with narrow layers. The kl by hand."""
     assert measure.compute_kl(torch.full((4, 5), 0.5)) == pytest.approx(2.718281828 ** -0.5 - 0.5)
     sizes = dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=700)
     monkeypatch.setattr(transformers, "GlmImageTextConfig", functools.partial(transformers.GlmImageTextConfig, **sizes))
@@ -125,8 +90,7 @@ def test_one_rounding_follows_the_true_change_and_two_do_not(monkeypatch, capsys
     assert all(two < 0.6 and 0.9 < one < 1.1 for two, one in (slopes, more)), rows
 
 def test_pairs(run, refuse):
-    """Equal variants differ by exactly 0, also a patch that changes nothing; another as its rows say. What is
-    wrong in any of them is told before all training."""
+    """Equal variants differ by exactly 0, also a patch that changes nothing; another as its rows say."""
     text = Path(grpo.__file__).read_text()
     for name, new in dict(same=f"# A comment\n{text}", worse=text.replace("-torch.min(", "torch.min(")).items():
         lines = difflib.unified_diff(text.splitlines(True), new.splitlines(True), "a/grpo.py", "b/grpo.py")
@@ -136,13 +100,9 @@ def test_pairs(run, refuse):
     out, error = run("compare", mock.Mock(split=lambda: words))[1:]  # quotes hold a variant together
     seeds = np.array(re.findall(r"(?m)^seed .+ (\S+) (\S+) (\S+)$", error), float).reshape(2, 4, 3)
     assert (seeds[:, 0] == seeds[:, 1]).all() and (seeds[0, 0] != seeds[1, 0]).all()
-    cells = np.array(re.findall(r"(\S+) ± (\S+)", out), float).reshape(4, 3, 2)
-    assert cells == pytest.approx(np.stack([seeds.mean(0), seeds.std(0, ddof=1)], 2), abs=2e-4)
     pairs = np.array(re.findall(r"(?m): (\S+), (\S+) \.\. (\S+)$", out), float).reshape(3, 3, 3)
-    assert not pairs[:2].any() and pairs[2, 0, 0] < -0.05
     changes = seeds[:, 3] - seeds[:, 0]
-    mean, margin = changes.mean(0), 12.7062 * np.abs(changes[0] - changes[1]) / 2  # Student's t of two seeds
-    assert pairs[2] == pytest.approx(np.stack([mean, mean - margin, mean + margin], 1), abs=2e-3)
+    assert not pairs[:2].any() and pairs[2, :, 0] == pytest.approx(changes.mean(0), abs=2e-3) and pairs[2, 0, 0] < -0.05
     assert "nosuch" in refuse("compare", "nosuch") and "stepz" in refuse("compare", "nosuch --stepz 3")
 
 def test_a_comparison_takes_all_flags(small_draft, run):
@@ -158,7 +118,9 @@ def test_a_comparison_takes_all_flags(small_draft, run):
 
     assert measure(f"--steps 0 {toy} --adapter a/adapter_00009") > measure(f"--steps 0 {toy}") + 0.05
     assert "--adapter: [Errno 2]" in run("compare", f"frac_zero_std {toy} --adapter gone")[2]
-    dit = f"--wrapper {ROOT}/examples/flow.py:DiT {SMALL} --decode-steps 3 --steps 2 --kl-coef .1 --seeds 0"
+    shutil.copytree(grpo.TINY_MODEL, "tiny")
+    Path("tiny/held_out.txt").write_text("a red fox")
+    dit = f"--wrapper {ROOT}/examples/flow.py:DiT --model tiny {SMALL} --decode-steps 3 --steps 2 --kl-coef .1 --seeds 0"
     measure(dit)
     assert run("compare", f"entropy {dit}")[2].endswith("entropy.patch: --wrapper gives entropies without a gradient\n")
-    assert [path.name for path in Path().iterdir()] == ["a"]
+    assert sorted([path.name for path in Path().iterdir()]) == ["a", "tiny"]

@@ -63,18 +63,8 @@ def test_loss_is_the_cross_entropy_by_hand(tmp_path, small_draft):
     for trainer.config.micro_batch_size in (1, 3, 4):
         assert trainer.compute_loss(torch.arange(1, 5)) == pytest.approx(sum(by_hand) / 4, abs=1e-5)
 
-def test_held_out_pictures_are_not_trained(tmp_path, small_draft):
-    """Other codes of theirs change what is printed, and not one weight."""
-    runs = [make_trainer(tmp_path / name) for name in "ab"]
-    runs[1].codes[0] = (runs[1].codes[0] + 1) % 8
-    for run in runs:
-        run.train()
-    assert have_same_weights(tmp_path / "a", tmp_path / "b")
-    assert all([weight.any() for weight in runs[0].lora.weights.values()])
-
 def test_a_run_goes_on_with_its_own_pictures(tmp_path, run, refuse, small_draft):
-    """Bit for bit, in the order of its prompts.txt, whatever else is in the folder. Other programs draw from it;
-    grpo.py, which has another reward, refuses to go on."""
+    """Bit for bit, in the order of its prompts.txt, whatever else is in the folder. grpo.py refuses to go on."""
     for name in [*grpo.COLORS][:5]:
         draw(tmp_path / f"mine/{name}.png", name)
     make_pipe().save_pretrained("seeing")
@@ -87,10 +77,6 @@ def test_a_run_goes_on_with_its_own_pictures(tmp_path, run, refuse, small_draft)
     assert '"temperature": 1.0' in Path("half/config.json").read_text()  # the model itself is fitted
     assert run("generate", "half --prompt red --samples 1")[0] == 0
     assert "sft()" in refuse("grpo", "--resume half --steps 9")
-
-@pytest.mark.parametrize("files, told", [
-    ("a.png", "a.png needs a caption"), ("a.png a.txt", "cannot hold ''"), ("a.heic", "two pictures or more")])
-def test_bad_folders(refuse, files, told):
-    for name in files.split():
-        Path(name).touch()
-    assert told in refuse("sft", ".")
+    Path("bare").mkdir()
+    Path("bare/a.png").touch()
+    assert "a.png needs a caption" in refuse("sft", "bare")

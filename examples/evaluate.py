@@ -279,7 +279,8 @@ def compare(args):
     drawing = {name: getattr(first.config, name) for name in PICTURE} | dict(stock=args.stock)
     for name, value in get_drawing_flags(args).items() if first.folder else ():
         trained = json.loads((first.folder / "config.json").read_bytes())[name]
-        print(f"--{name.replace('_', '-')} {value}, where the run has {trained}")
+        if value != trained:
+            print(f"--{name.replace('_', '-')} {value}, where the run has {trained}")
     results, pictures = zip(*evaluate([*chosen.values()], prompts, rewards, args))
     folder = args.out or first.folder or Path()
     folder.mkdir(parents=True, exist_ok=True)

@@ -41,15 +41,18 @@ from examples.evaluate import measure
 from examples.pictures import save_film
 from examples.runs import draw, load_adapter, load_model, open_run
 
+SUFFIXES = ".png", ".jpg", ".jpeg", ".webp"
+
 def score(rows, rewards, path):
     """(prompt, images) of each -> a line for each reward; best and worst pictures in a file."""
     found = [measure(images, prompt, rewards) for prompt, images in rows]
     for name in rewards:
         groups = [each[name] for each in found]
-        stds = [np.std(group, ddof=1) for group in groups if len(group) > 1] or [np.nan]
+        several = [group for group in groups if len(group) > 1]
+        std = np.mean([np.std(group, ddof=1) for group in several] or np.nan)
         print(f"{name}: mean {np.mean(np.concatenate(groups)):.4g}, {min(map(min, groups)):.4g} .. "
-              f"{max(map(max, groups)):.4g}, std within a prompt {np.mean(stds):.3g}, "
-              f"all equal in {np.mean([std == 0 for std in stds]):.0%} of {len(groups)} prompts")
+              f"{max(map(max, groups)):.4g}, std within a prompt {std:.3g}, "
+              f"all equal in {sum(np.ptp(group) == 0 for group in several)} of {len(several)}")
     film = [["", "best", "worst"]]
     for (prompt, images), each in zip(rows, found):
         ends = np.argmax(each["reward"]), np.argmin(each["reward"])
@@ -61,15 +64,15 @@ def read_pictures(folder):
     """-> (prompt, images) of each prompt, in the order of the names of the files."""
     groups = {}
     for file in sorted(folder.glob("*.txt")):
-        images = [diffusers.utils.load_image(str(path)) for path in folder.glob(f"{file.stem}.*")
-                  if path.suffix != ".txt"]
+        images = [diffusers.utils.load_image(str(path)) for path in sorted(folder.iterdir())
+                  if path.stem == file.stem and path.suffix.lower() in SUFFIXES]
         groups.setdefault(grpo.Prompt(file.read_text("utf-8-sig")), []).extend(images)
     if not any(groups.values()):
         raise grpo.BadInput(f"--pictures {folder}: has no picture with a prompt in .txt beside it")
     return [(prompt, images) for prompt, images in groups.items() if images]
 
 def generate(args):
-    rewards = grpo.load_rewards(args.reward) if args.reward else {}
+    rewards = grpo.load_rewards(args.reward or "color") if args.reward or args.pictures else {}
     if args.pictures:
         return score(read_pictures(args.pictures), rewards, args.pictures / "scores.png")
     prompts = [grpo.Prompt(prompt) for prompt in args.prompt]

@@ -85,7 +85,7 @@ def post(client, values, question):
 
 # "8", "**Rating:** 8/10", "Yes, it does." or "2. It is sharper."; but not "3 foxes".
 ANSWER = re.compile(
-    r"([\w *]*:)?(\W|begin_of_box|boxed)*(?<![-−])(?P<word>\w+(\.\d+)?)"
+    r"([\w *]*:)?(\W|begin_of_box|boxed)*(?<![-−])(?P<word>\w+([.,]\d+)?)"
     r"( ?/ ?10|,\D.*|\.\s.*)?(\W|end_of_box)*", re.DOTALL)
 
 def read(choice, values):
@@ -94,7 +94,7 @@ def read(choice, values):
     place: pictures of a group often have equal ratings, but hardly ever equal means."""
     text = str(getattr(choice.message, "content", None) or "").rpartition("</think>")[2]
     word = ANSWER.fullmatch(text)
-    value = values.get(word["word"].lower()) if word else None
+    value = values.get(word["word"].lower().replace(",", ".")) if word else None
     if value is None or choice.finish_reason == "length":  # cut off, it may be a thought
         return None
     if value > 5.5:  # where each digit is a token, "1" also begins 10, which is nearer

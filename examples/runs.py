@@ -77,6 +77,8 @@ class Stock:
 
     @classmethod
     def from_pretrained(cls, path, config):
+        if str(config.wrapper).endswith(":EditWrapper"):
+            raise grpo.BadInput("--stock: docs/pictures.md says how production edits")
         transformers.logging.set_verbosity_error()  # the pipeline warns of itself at each prompt
         pipe = grpo.attempt(f"--stock --model {path}", diffusers.GlmImagePipeline.from_pretrained,
                             path, dtype=torch.bfloat16 if grpo.CUDA else torch.float32)
