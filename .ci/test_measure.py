@@ -44,8 +44,8 @@ def moody(images, *_): return torch.rand(len(images))
     ("product", (0, 0, 1), "train neither"), ("moody", (0, 0, 1), "train neither")])
 def test_which_half_decides_a_reward(run, reward, shares, verdict):
     """Of rewards that are made of tokens, of noise, of both, and of luck of their own."""
-    Path("own.py").write_text(PAINTER)
-    _, out, error = run("measure", f"halves --wrapper own.py:Painter --reward own.py:{reward}")
+    Path("painters.py").write_text(PAINTER)
+    _, out, error = run("measure", f"halves --wrapper painters.py:Painter --reward painters.py:{reward}")
     found = [[*map(float, row)] for row in re.findall(r"(?m)^\w+ +(\S+) +95 % interval (\S+) \.\. (\S+)$", out)]
     most = 0.01 if reward in ("tokens", "noise") else 0.35
     assert all(abs(share - want) < most for (share, *_), want in zip(found, shares, strict=True)), out + error
