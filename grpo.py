@@ -53,9 +53,9 @@ class Config:
     group_size: int = flag(4, "images per prompt; try 8 or 16 if the reward is noisy")
     batch_size: int = flag(8, "prompts per step, shared by all GPUs")
     micro_batch_size: int = flag(4, "images decoded or trained on at a time; fewer save memory")
-    num_iterations: int = flag(1, "updates per step; 2 costs little, as drawing takes longest")
+    num_iterations: int = flag(1, "updates per step; 2 costs little, as rollouts take longest")
     lr: float = flag(1e-5, "learning rate of AdamW")
-    warmup_steps: int = flag(10, "steps of a rise to --lr; a shorter run never gets there")
+    warmup_steps: int = flag(10, "steps over which the rate rises to --lr; shorter runs end below")
     clip_range: float = flag(0.2, "ratios count up to 1 + this or, where A < 0, down to 1 - this")
     kl_coef: float = flag(0.01, "weight of the KL to the base model; 0 turns it off")
     max_grad_norm: float = flag(1.0, "larger gradients are scaled down to this norm; 0: never")
@@ -164,7 +164,7 @@ def from_first(function, *args):
     return result[0]
 
 def write_file(path, data):
-    """Writes another file, waits for the disk, and renames it: the old or the new one is whole."""
+    """Writes beside it, waits for the disk, renames: it is the old file or the new, never half."""
     partial = Path(f"{path}.part")
     partial.write_bytes(data)
     with open(partial, "rb+") as file:

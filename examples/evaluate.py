@@ -65,7 +65,7 @@ def find_t(freedom):
 
 def find_interval(values):
     """A value for each prompt -> the 95 % interval of their mean, by Student's t, or None for one
-    prompt. A bootstrap of few prompts is too narrow: of 8, it covers 88 %."""
+    prompt."""
     if len(values) < 2:
         return None
     margin = find_t(len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
@@ -74,8 +74,7 @@ def find_interval(values):
 def weigh_best(scores, k):
     """Scores of the n samples of a prompt [n] -> [n]: of all their subsets of size k, the share in
     which each is the best. Equal ones take turns. With these weights the mean of the scores is that
-    of the subsets' maxima, and unbiased for the best of k (arXiv 2505.15201). The formula there,
-    C(i - 1, k - 1) / C(n, k) for the i-th from below, is (C(i, k) - C(i - 1, k)) / C(n, k)."""
+    of the subsets' maxima, and unbiased for the best of k (arXiv 2505.15201)."""
     scores = np.asarray(scores)
     weights = []
     for score in scores:
@@ -114,7 +113,7 @@ def measure_adapter(wrapper, prompts, rewards, args):
     return rows, pictures[:8]
 
 # --- Several adapters ---------------------------------------------------------
-PICTURE = "width height temperature top_k top_p decode_steps guidance".split()  # make a picture
+PICTURE = "width height temperature top_k top_p decode_steps guidance".split()
 
 def choose_adapters(args):
     """-> {label: (run, folder)}: all adapters of one run, the last of several, or --steps."""
@@ -134,7 +133,7 @@ def choose_adapters(args):
     return chosen
 
 def print_differences(runs):
-    """Says in what else than weights the runs differ."""
+    """Prints the settings in which the runs differ."""
     for name in ["model", "wrapper", *PICTURE]:
         values = {run.path: getattr(run.config, name) for run in runs}
         if len({*values.values()}) > 1:

@@ -1,4 +1,4 @@
-"""GLM-Image whose pictures cost about half the time.
+"""GLM-Image that paints in less than half the time.
 
     python grpo.py --wrapper examples/fast.py:Fast --model zai-org/GLM-Image --prompts mine.txt
     python -m examples.measure painting --wrapper examples/fast.py:Fast  # is the reward as it was?
@@ -6,7 +6,7 @@
 Four approximations, alike for all images of a group; each goes by an attribute of a subclass:
   solver    a step is made with the velocity in its middle, which the last two predict: its error
             falls with the square of the steps. 10, the default here, cost half of 20 of Euler's.
-            diffusers.FlowMatchEulerDiscreteScheduler is Euler's.
+            For Euler's, set diffusers.FlowMatchEulerDiscreteScheduler.
   guided    guidance in this share of the steps, the first ones, which decide what is shown: a
             quarter of the passes less. At 1 all are guided.
   fp8       products of 8 bits, with a scale for each row, on cards that have them (RTX 40, L4,

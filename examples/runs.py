@@ -35,7 +35,7 @@ def open_run(path=None, **typed):
     return Run(path, folder, config, Wrapper, adapters)
 
 def find_adapters(folder):
-    """-> {step: folder} of a run's adapters, without copies of them and those that are written."""
+    """-> {step: folder} of a run's adapters, without copies of them and those still being written."""
     adapters = {}
     for path in sorted(folder.glob("adapter_*/adapter_model.safetensors")):  # it is written last
         match = re.fullmatch(r"adapter_(\d{5,})", path.parent.name)
