@@ -134,11 +134,6 @@ def read_rows(run):
     """Without what the clock says."""
     return [json.loads(line) | dict(seconds=0) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
 
-def first_and_last(run):
-    """Mean rewards of the first and of the last five steps."""
-    rewards = [row["reward"] for row in read_rows(run)]
-    return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-
 def read_adapter(run):
     return torch.load(Path(run, "checkpoint.pt"), weights_only=True)["adapter"]
 

@@ -30,7 +30,6 @@ def score(change):
     return dict(compute_logprobs=compute_logprobs)
 
 def seed(change):
-    """A sampler of other seeds."""
     return dict(sample=lambda self, prompts, G, seeds: GLM.sample(self, prompts, G, change(seeds)))
 
 def as_text(mask, grids):
@@ -60,9 +59,6 @@ def sample_nan(self, prompts, G, seeds):
     rollout = GLM.sample(self, prompts, G, seeds)
     rollout.logprobs[-1, 3] = torch.nan
     return rollout
-
-def sample_in_turns(self, prompts, G, seeds):
-    return GLM.sample(self, prompts, G, seeds)._replace(prompts=prompts * G)
 
 def paint_alone(self, prompts, tokens, seeds):
     G = len(tokens) // len(prompts)
@@ -98,8 +94,7 @@ BOTH = {  # seen in bf16, too
     "noise of its own": (dict(decode=paint_alone), "equal tokens give equal pictures"),
     "pictures in another order": (dict(decode=lambda *args: GLM.decode(*args)[::-1]), "equal tokens give equal pictures"),
     "turned pictures": (dict(decode=paint_turned), "the picture is that of the stock pipeline")}
-FP32 = {"groups in turns": (dict(sample=sample_in_turns), "samples stand as p0 p0 p1 p1"),
-    "not a number": (dict(sample=sample_nan), "all log-probs are finite"),
+FP32 = {"not a number": (dict(sample=sample_nan), "all log-probs are finite"),
     "unseeded": (seed(lambda seeds: [random.randrange(10**6) for _ in seeds]), "equal seeds draw equal samples"),
     "one seed": (seed(lambda seeds: [5] * len(seeds)), "other seeds draw others"),
     "dropout": (score(lambda logprobs: logprobs + 1e-3 * torch.randn_like(logprobs)), "the kl begins at 0"),
@@ -169,6 +164,16 @@ def test_what_is_right_is_ok(wrapper, run, small_draft):
     assert out.count("\nok ") == (20 if flags[:2] in ("", "fo") or ":AR" in flags else 18), out
     hours, money = re.search(r"2 x 3: .*\n\d+ steps: (\S+) hours, (\S+) in money", out).groups()
     assert float(money) == pytest.approx(2 * float(hours), abs=0.01)
+
+def test_guidance_is_of_the_policy(run, small_draft):
+    """A trainer of Janus that scores by the logits for the prompt alone."""
+    make_janus(run)
+    Path("alone.py").write_text("""from unittest import mock\nfrom examples.janus import Janus
+class Alone(Janus):
+    def compute_logprobs(self, rollout):
+        with mock.patch.object(self.config, "guidance", 1.0): return super().compute_logprobs(rollout)""")
+    code, out, _ = run("check", f"{SMALL} --wrapper alone.py:Alone --model janus")
+    assert code == 1 and f"\nBAD  {AGREE}" in out, out
 
 def test_costs_by_hand(capsys):
     """Of 5 x 6 images: tokens of the whole step are drawn; the rest grows from 12 images to 30; pictures every 4 steps."""
