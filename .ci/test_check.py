@@ -179,8 +179,8 @@ def test_costs_by_hand(capsys):
     """Of 5 x 6 images: tokens of the whole step are drawn; the rest grows from 12 images to 30; pictures every 4 steps."""
     trainer = mock.Mock(config=grpo.Config(batch_size=5, group_size=6, steps=8, save_every=4))
     trainer.lora.weights = {"A": torch.zeros(2**18), "B": torch.zeros(2**18)}
-    with mock.patch.object(check, "clock", lambda function, *args: (function(*args), (10, 3.0, 0))):
-        check.tell_costs(trainer, ["a", "b"], dict(decode=(6, 7.0, 0), score=(1, 0, 0), update=(3, 2.0, 0)), 12, 3600)
+    with mock.patch.object(check, "clock", lambda function, *args: (function(*args), (10, 3.0))):
+        check.tell_costs(trainer, ["a", "b"], dict(decode=(6, 7.0), score=(1, 0), update=(3, 2.0)), 12, 3600)
     assert trainer.wrapper.sample.call_args.args == (["a", "b"] * 2 + ["a"], 6, range(5))
     told = "a step of 5 x 6: 38.5 s = 10 sample + 15 decode + 2.5 score + 7.5 update + 3.5 save"
     assert capsys.readouterr().out.split("\n")[1:3] == [

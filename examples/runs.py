@@ -118,12 +118,11 @@ class Stock:
         return images
 
 def load_adapter(wrapper, adapter):
-    """-> the LoRA that has its weights."""
+    """Gives the policy its weights."""
     if isinstance(wrapper, Stock):
         return wrapper.load(adapter)
     lora = grpo.LoRA(wrapper.policy, wrapper.lora_layers, read_adapter_config(adapter)["r"])
     grpo.attempt(adapter, lambda: lora.load(lora.read(adapter)))
-    return lora
 
 LIMIT = 32  # samples drawn at a time: more would take much memory, fewer are hardly faster
 
